@@ -11,9 +11,9 @@ its own checkpoint (`Work.checkpoint`, `sage_lab.training.loop`).
         seed: int
 
     plan = Plan("losses", [[LossRun(arm, seed) for seed in (0, 1, 2) for arm in ("exact", "sagebwd")]])
-    with opened(plan, Path("runs"), arguments=settings, is_over=deadline(options.minutes)) as work:
+    with opened(plan, Path("runs"), arguments=settings, is_over=deadline(self.minutes)) as work:
         left = work.finish(lambda run, device: [{"arm": run.arm, "loss": train(run)}])
-    work.record(options.json, options.command)
+    work.record(self.json, command)
 """
 
 import hashlib

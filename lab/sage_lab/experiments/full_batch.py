@@ -23,16 +23,18 @@ batches, beside the T* that runs on the whole corpus predict (`sage_lab.training
 Losses that are compared are those of exact attention at an arm's weights: what it learned, not how it rounds.
 """
 
-import argparse
+from __future__ import annotations  # a field may have the name of what reads it
+
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
-from sage_lab.command_line import add_corpus_option, add_device_option, add_minutes_option, output_folder
+from sage_lab.command_line import Arguments, device, input_file, output_folder, positive_number, usual_device
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import Plan, Run, deadline, opened
 from sage_lab.records import Row, markdown_table
@@ -297,39 +299,47 @@ def full_batch_table(finished: Finished) -> str:
     return markdown_table(("run", "loss", "gap, mnat", "gradient error", "T*"), lines)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    on_gpu = torch.cuda.is_available()
-    add_corpus_option(parser)
-    parser.add_argument("--plan", choices=PLANS, default="gpu" if on_gpu else "cpu")
-    add_minutes_option(parser)
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=on_gpu, help="the reference")
-    parser.add_argument("--folder", type=output_folder, default="runs/full_batch", help="for rows and checkpoints")
-    add_device_option(parser)
+def on_a_gpu() -> bool:
+    return usual_device() != "cpu"
 
 
-def full_batch_command(options: argparse.Namespace) -> None:
-    if options.plan == "gpu" and not options.device.startswith("cuda"):
-        raise ValueError(f"plan: expected cpu on device {options.device}, got gpu")
-    plan, corpus = PLANS[options.plan], read_corpus(options.corpus)
-    torch.set_float32_matmul_precision("highest")
-    if options.compile:
-        torch._dynamo.config.recompile_limit = 64  # one program for each kind of arm
-    facts = {"corpus": corpus.facts, "plan": asdict(plan), "curve": CURVE, "compile": options.compile}
+@dataclass(frozen=True, kw_only=True)
+class FullBatch(Arguments):
+    """Train every run of the plan that is known to be needed; a rerun continues."""
 
-    def trained(run: FullBatchRun, device: str) -> list[Row]:
-        settings = plan.settings(run, options.compile)
-        training = FullBatchTraining(corpus, plan.config(run, corpus.vocab_size), settings, device)
-        train(training, work.checkpoint(run), is_over=work.is_over)
-        return [result_row(run, training)]
+    corpus: Annotated[Path | None, input_file, "text, or a .bin file of uint16 tokens"] = None
+    plan: Literal["gpu", "cpu"] = field(default_factory=lambda: "gpu" if on_a_gpu() else "cpu")
+    minutes: Annotated[float | None, positive_number, "stop at the first report after this time"] = None
+    compile: Annotated[bool, "compile the reference"] = field(default_factory=on_a_gpu)
+    folder: Annotated[Path, output_folder, "for rows and checkpoints"] = Path("runs/full_batch")
+    device: Annotated[str, device] = field(default_factory=usual_device)
 
-    def write(*_) -> None:
-        if work.rows:
-            work.record(options.json, options.command, **facts)
+    def __post_init__(self):
+        if self.plan == "gpu" and not self.device.startswith("cuda"):
+            raise ValueError(f"plan: expected cpu on device {self.device}, got gpu")
 
-    arguments = plan, corpus.sha256, options.device
-    with opened(plan.runs, options.folder, arguments, [options.device], deadline(options.minutes)) as work:
-        left = work.finish(trained, write)
-        write()
-    print(full_batch_table({run: rows[0] for run, rows in work.finished.items()}))
-    if left:
-        print(f"\n{len(left)} known runs are unfinished, the next is {left[0].name}; the same command continues")
+    def run(self, command: str) -> None:
+        plan, corpus = PLANS[self.plan], read_corpus(self.corpus)
+        torch.set_float32_matmul_precision("highest")
+        if self.compile:
+            torch._dynamo.config.recompile_limit = 64  # one program for each kind of arm
+        facts = {"corpus": corpus.facts, "plan": asdict(plan), "curve": CURVE, "compile": self.compile}
+
+        def trained(run: FullBatchRun, device: str) -> list[Row]:
+            training = FullBatchTraining(
+                corpus, plan.config(run, corpus.vocab_size), plan.settings(run, self.compile), device
+            )
+            train(training, work.checkpoint(run), is_over=work.is_over)
+            return [result_row(run, training)]
+
+        def write(*_) -> None:
+            if work.rows:
+                work.record(self.json, command, **facts)
+
+        arguments = plan, corpus.sha256, self.device
+        with opened(plan.runs, self.folder, arguments, [self.device], deadline(self.minutes)) as work:
+            left = work.finish(trained, write)
+            write()
+        print(full_batch_table({run: rows[0] for run, rows in work.finished.items()}))
+        if left:
+            print(f"\n{len(left)} known runs are unfinished, the next is {left[0].name}; the same command continues")

@@ -11,21 +11,23 @@ Both gradients of a pair, exact and quantised, have the same batch, so their dif
 is computed in float32, so that only the attention differs, except for the variant "bf16".
 """
 
+from __future__ import annotations  # a field may have the name of what reads it
+
 import argparse
 import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from sage_lab.command_line import add_corpus_option, add_device_option, input_file, positive
+from sage_lab.command_line import POSITIONAL, Arguments, device, input_file, positive, usual_device
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import Row, markdown_table, write_record
@@ -239,16 +241,6 @@ def noise_table(rows: Sequence[Row]) -> str:
     return markdown_table(names, lines)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    default = NoiseSettings()
-    parser.add_argument("checkpoints", type=input_file, nargs="+", metavar="CHECKPOINT", help="written by `pretrain`")
-    add_corpus_option(parser)
-    parser.add_argument("--batches", type=positive, default=default.batches, help="number of pairs of gradients")
-    parser.add_argument("--sequences", type=positive, default=default.sequences, help="sequences in a batch")
-    parser.add_argument("--variants", nargs="+", choices=KNOWN_VARIANTS, default=default.variants, metavar="NAME")
-    add_device_option(parser)
-
-
 @dataclass(frozen=True)
 class NoiseRun(Run):
     """A checkpoint. sha256: of its file."""
@@ -257,13 +249,31 @@ class NoiseRun(Run):
     sha256: str
 
 
-def noise_command(options: argparse.Namespace) -> None:
-    settings = NoiseSettings(options.batches, options.sequences, variants=tuple(options.variants))
-    corpus = read_corpus(options.corpus)
-    runs = [NoiseRun(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in options.checkpoints]
-    with opened(Plan("noise", [runs]), Path("runs"), (settings, corpus.sha256, options.device)) as work:
-        work.finish(lambda run, _: checkpoint_rows(Path(run.checkpoint), corpus, settings, options.device))
-        print(noise_table(work.rows))
-        facts = {"corpus": corpus.facts, "settings": asdict(settings)}
-        write_record(options.json, work.rows, command=options.command, **facts)
-        work.parts.remove()
+def variant(text: str) -> str:
+    """Return the name of one of KNOWN_VARIANTS."""
+    if text not in KNOWN_VARIANTS:
+        raise argparse.ArgumentTypeError(f"expected one of {'; '.join(KNOWN_VARIANTS)}, got {text!r}")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise(Arguments):
+    """Measure checkpoints, all on the corpus that they were trained on."""
+
+    checkpoints: Annotated[tuple[Path, ...], POSITIONAL, input_file, "written by `pretrain`"]
+    corpus: Annotated[Path | None, input_file, "text, or a .bin file of uint16 tokens"] = None
+    batches: Annotated[int, positive, "number of pairs of gradients"] = NoiseSettings.batches
+    sequences: Annotated[int, positive, "sequences in a batch"] = NoiseSettings.sequences
+    variants: Annotated[tuple[str, ...], variant, "what computes the second gradient"] = tuple(VARIANTS)
+    device: Annotated[str, device] = field(default_factory=usual_device)
+
+    def run(self, command: str) -> None:
+        settings = NoiseSettings(self.batches, self.sequences, variants=self.variants)
+        corpus = read_corpus(self.corpus)
+        runs = [NoiseRun(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in self.checkpoints]
+        with opened(Plan("noise", [runs]), Path("runs"), (settings, corpus.sha256, self.device)) as work:
+            work.finish(lambda run, _: checkpoint_rows(Path(run.checkpoint), corpus, settings, self.device))
+            print(noise_table(work.rows))
+            facts = {"corpus": corpus.facts, "settings": asdict(settings)}
+            write_record(self.json, work.rows, command=command, **facts)
+            work.parts.remove()

@@ -10,30 +10,29 @@ soft M weighs e^S, as we read the paper. `READINGS` also has softmax(S * M), as 
 Errors are |O' - O|^2 / |O|^2 over all heads of a sample set.
 """
 
-import argparse
+from __future__ import annotations  # a field may have the name of what reads it
+
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_lab.command_line import add_device_option, number_from_zero, percentage, positive
+from sage_lab.command_line import Arguments, device, from_zero, positive, usual_device
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import RECORDED, Row, markdown_table, write_record
 from sage_lab.training.capture import read_capture
 from sage_lab.training.fit import fit_with_adam
-from sage_lab.training.video_like import VideoLike, video_like
 from sage_ref.attention import softmax_scale
 from sage_ref.sla2 import (
     PRINTED,
-    SLA,
     SLA2,
     BlockSettings,
     Relaxation,
@@ -51,17 +50,9 @@ from sage_ref.sla2 import (
 )
 from sage_ref.sla2.blocks import by_parts_again, query_parts
 
-SLA_LEARNING_RATES = (1e-3, 3e-3, 1e-2, 3e-2)
 FITTED, HELD_OUT = "fitted", "held out"
 BASELINES = "baselines"
-DEFAULT = (PRINTED, Relaxation())
-# The question of `train-router --study`: which stand-in makes the hard mask better?
-STUDY = (
-    *(Relaxation("P_c", tau, straight_through=False) for tau in (0.1, 0.03, 0.01, 0.003, 0.001)),
-    *(Relaxation("log P_c", tau, straight_through=False) for tau in (1.0, 0.3, 0.1)),
-    *(Relaxation("P_c", tau) for tau in (0.1, 0.01)),
-    *(Relaxation("log P_c", tau) for tau in (1.0, 0.3)),
-)
+RELAXATIONS = {relaxation.name: relaxation for relaxation in (PRINTED, Relaxation())}
 
 
 def printed_soft_attention(
@@ -225,38 +216,6 @@ def count_of(data: Samples, settings: FitSettings) -> int:
     return selected_count(settings.sparsity, data.mass.shape[-1])
 
 
-def sla_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> list[Row]:
-    """Measure SLA, O_s + Proj(O_l), with its Proj fitted by as many steps of Adam as SLA2 gets, on all queries.
-
-    "SLA": the best of SLA_LEARNING_RATES for the fitted samples, at its last step. "SLA, best step": the learning rate
-    and the step with the lowest error for each set of samples, as if the best time to stop were known.
-    """
-    data_of = {FITTED: fitted, HELD_OUT: held_out}
-    masks = {name: heuristic_mask(data, settings) for name, data in data_of.items()}
-    parts = {name: branches(data, masks[name], settings.blocks) for name, data in data_of.items()}
-    fits = []  # a list {sample set: error} per learning rate: after 0, 1, ... steps
-    for learning_rate in SLA_LEARNING_RATES:
-        heads, head_dim = fitted.query.shape[1], fitted.query.shape[3]
-        proj = SLA(head_dim, heads, sparsity=settings.sparsity).proj.to(fitted.query.device)
-        errors = []
-
-        def loss_of(step: int, proj=proj, errors=errors) -> Tensor:
-            losses = {name: squared_error(o_s + proj(o_l), data_of[name]) for name, (o_s, o_l) in parts.items()}
-            errors.append({name: loss.item() for name, loss in losses.items()})
-            return losses[FITTED]
-
-        fit_with_adam([{"params": list(proj.parameters()), "lr": learning_rate}], settings.steps, loss_of)
-        loss_of(settings.steps)
-        fits.append(errors)
-    chosen = min(fits, key=lambda errors: errors[-1][FITTED])
-    rows = []
-    for name, data in data_of.items():
-        found = {"SLA": chosen[-1][name], "SLA, best step": min(x[name] for errors in fits for x in errors)}
-        mass = held_mass(data, masks[name])
-        rows += [{"method": m, "samples": name, "error": e, "alpha": None} | mass for m, e in found.items()]
-    return rows
-
-
 @torch.no_grad()
 def mask_rows(fitted: Samples, held_out: Samples, settings: FitSettings) -> list[Row]:
     """Measure the heuristic mask and the best mask, each with one alpha per head from the fitted samples.
@@ -306,25 +265,18 @@ def trained_rows(fitted: Samples, held_out: Samples, model: SLA2, settings: FitS
 
 @dataclass(frozen=True)
 class RouterRun(Run):
-    """One fit of a layer's router; or, in place of its stand-in's name, BASELINES: the masks and SLA."""
+    """One fit of a layer's router; or, in place of its stand-in's name, BASELINES: masks that were not learned."""
 
     layer: int
-    sparsity: float
     relaxation: str
     reading: str
     seed: int
 
 
-def router_runs(
-    layers: Iterable[int], sparsities: Iterable[float], relaxations: Iterable[Relaxation], readings: Iterable[str],
-    seeds: Iterable[int],
-) -> list[RouterRun]:  # fmt: skip
-    """Return every fit, after the baselines of its layer and sparsity."""
-    names, runs = [x.name for x in relaxations], []
-    for place in itertools.product(layers, sparsities):
-        fits = itertools.product(names, readings, seeds)
-        runs += [RouterRun(*place, *fit) for fit in ((BASELINES, WEIGHTED, 0), *fits)]
-    return runs
+def router_runs(layers: Iterable[int], seeds: Iterable[int]) -> list[RouterRun]:
+    """Return every fit, after the baselines of its layer."""
+    fits = list(itertools.product(RELAXATIONS, READINGS, seeds))
+    return [RouterRun(layer, *fit) for layer in layers for fit in ((BASELINES, WEIGHTED, 0), *fits)]
 
 
 def split_samples(tensors: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -335,13 +287,12 @@ def split_samples(tensors: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor
 
 def run_rows(run: RouterRun, fitted: Samples, held_out: Samples, settings: FitSettings) -> list[Row]:
     """Measure a run's rows, with numbers of five digits. settings: what all fits share."""
-    settings = replace(settings, sparsity=run.sparsity, reading=run.reading, seed=run.seed)
-    place = {"layer": run.layer, "sparsity": run.sparsity, "blocks": count_of(fitted, settings)}
+    settings = replace(settings, reading=run.reading, seed=run.seed)
+    place = {"layer": run.layer, "sparsity": settings.sparsity, "blocks": count_of(fitted, settings)}
     if run.relaxation == BASELINES:
-        rows = mask_rows(fitted, held_out, settings) + sla_rows(fitted, held_out, settings)
+        rows = mask_rows(fitted, held_out, settings)
     else:
-        relaxation = next(x for x in (*DEFAULT, *STUDY) if x.name == run.relaxation)
-        settings = replace(settings, relaxation=relaxation)
+        settings = replace(settings, relaxation=RELAXATIONS[run.relaxation])
         rows = trained_rows(fitted, held_out, fit_router(fitted, settings), settings)
         place |= {"relaxation": run.relaxation, "reading": run.reading, "seed": run.seed}
     return [place | {k: float(f"{x:.5g}") if isinstance(x, float) else x for k, x in row.items()} for row in rows]
@@ -352,46 +303,37 @@ def result_table(rows: Sequence[Row]) -> str:
     groups: dict[tuple, list[float]] = {}
     for row in rows:
         stand_in = "; ".join(row[name] for name in ("relaxation", "reading") if name in row)
-        group = f"{row['sparsity']:.0%}", row["method"], stand_in, row["samples"]
-        groups.setdefault(group, []).append(row["error"])
+        groups.setdefault((row["method"], stand_in, row["samples"]), []).append(row["error"])
     lines = [(*group, f"{mean(errors):.4f}") for group, errors in groups.items()]
-    return markdown_table(("sparsity", "method", "stand-in", "samples", "error"), lines)
+    return markdown_table(("method", "stand-in", "samples", "error"), lines)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--k", type=percentage, nargs="+", default=(5, 4, 3), help="per cent of the blocks to select")
-    parser.add_argument("--seeds", type=positive, default=3, help="number of seeds")
-    parser.add_argument("--steps", type=positive, default=FitSettings.steps, help="steps of one fit")
-    parser.add_argument("--study", action="store_true", help="try every substitute for the hard mask, not only two")
-    parser.add_argument("--readings", action="store_true", help="also read a soft mask M as softmax(S * M)")
-    words = "use made-up data with outliers of this size among the queries (0: none), not the capture"
-    parser.add_argument("--outlier", type=number_from_zero, metavar="LOGIT", help=words)
-    add_device_option(parser)
+@dataclass(frozen=True, kw_only=True)
+class TrainRouter(Arguments):
+    """Fit the recorded layers of a video model."""
 
+    layers: Annotated[tuple[int, ...], from_zero, "of those that capture_video has"] = (2, 4)
+    seeds: Annotated[int, positive, "number of seeds"] = 3
+    steps: Annotated[int, positive, "steps of one fit"] = FitSettings.steps
+    device: Annotated[str, device] = field(default_factory=usual_device)
 
-def train_router_command(options: argparse.Namespace) -> None:
-    if options.outlier is None:
+    def run(self, command: str) -> None:
         capture = RECORDED / "capture_video.safetensors"
         layers = read_capture(capture).layers
+        if unknown := set(self.layers) - layers.keys():
+            raise ValueError(f"layers: expected some of {list(layers)}, got {sorted(unknown)}")
         source = {"capture": capture.name, "sha256": sha256(capture.read_bytes()).hexdigest()}
-    else:
-        config = VideoLike(outlier=options.outlier)
-        layers = {0: video_like(config, samples=4)[0]}
-        source = {"structured": asdict(config), "samples": 4}
-    settings = FitSettings(steps=options.steps)
-    sparsities = [round(1 - percent / 100, 6) for percent in options.k]
-    relaxations = STUDY if options.study else DEFAULT
-    readings = tuple(READINGS) if options.readings else (WEIGHTED,)
-    runs = router_runs(layers, sparsities, relaxations, readings, range(options.seeds))
+        settings = FitSettings(steps=self.steps)
 
-    @cache
-    def sets(layer: int) -> tuple[Samples, Samples]:
-        return tuple(samples(*x, settings.blocks, options.device) for x in split_samples(layers[layer]))
+        @cache
+        def sets(layer: int) -> tuple[Samples, Samples]:
+            return tuple(samples(*x, settings.blocks, self.device) for x in split_samples(layers[layer]))
 
-    with opened(Plan("train_router", [runs]), Path("runs"), (source, settings, options.device)) as work:
-        work.finish(lambda run, _: run_rows(run, *sets(run.layer), settings))
-        print("Hard mask, mean over layers and seeds:\n\n" + result_table(work.rows))
-        facts = {"data": source, "settings": asdict(settings), "seeds": list(range(options.seeds))}
-        facts |= {"device": options.device, "threads": torch.get_num_threads()}
-        write_record(options.json, work.rows, command=options.command, **facts)
-        work.parts.remove()
+        plan = Plan("train_router", [router_runs(self.layers, range(self.seeds))])
+        with opened(plan, Path("runs"), (source, settings, self.device)) as work:
+            work.finish(lambda run, _: run_rows(run, *sets(run.layer), settings))
+            print("Hard mask, mean over layers and seeds:\n\n" + result_table(work.rows))
+            facts = {"data": source, "settings": asdict(settings), "seeds": list(range(self.seeds))}
+            facts |= {"device": self.device, "threads": torch.get_num_threads()}
+            write_record(self.json, work.rows, command=command, **facts)
+            work.parts.remove()

@@ -1,21 +1,19 @@
-"""`python -m sage_lab table1`: the SageBwd paper's Table 1, errors of O, dQ, dK, dV on Gaussian inputs, recomputed.
+"""The SageBwd paper's Table 1, errors of O, dQ, dK, dV on Gaussian inputs, recomputed.
 
 Queries and keys have standard deviation sigma. The paper names neither N, D, the tiles nor which entries of P and dS
 share a scale, so the sweep tries them all.
 """
 
-import argparse
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 import torch
 from torch import Tensor
 
-from sage_lab.command_line import positive
-from sage_lab.plan import Plan, Run, opened
-from sage_lab.records import Record, Row, markdown_table, write_record
+from sage_lab.plan import Run
+from sage_lab.records import Record, Row, markdown_table
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
 
@@ -93,24 +91,19 @@ def closest_setting(record: Record) -> dict:
     return min(settings_of(record), key=lambda setting: max(map(deviation, record.select(**setting))))
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=positive, nargs="+", default=LENGTHS, help="sequence lengths")
-    parser.add_argument("--seeds", type=positive, default=5, help="number of seeds")
+def table1_runs(lengths: Sequence[int]) -> list[Table1Run]:
+    """Return the whole sweep: lengths, head sizes and standard deviations."""
+    return list(itertools.starmap(Table1Run, itertools.product(lengths, HEAD_DIMS, PAPER_TABLE1)))
 
 
-def table1_command(options: argparse.Namespace) -> None:
-    runs = list(itertools.starmap(Table1Run, itertools.product(options.n, HEAD_DIMS, PAPER_TABLE1)))
-    with opened(Plan("table1", [runs]), Path("runs"), (options.n, options.seeds)) as work:
-        work.finish(lambda run, _: table1_rows(run, options.seeds))
-    rows = work.rows
+def table1_text(rows: list[Row]) -> str:
+    """Return the paper's table with ours at the closest setting."""
     record = Record({}, rows)
     best = closest_setting(record)
     setting = "N={n} D={head_dim} tiles {block_q}x{block_kv}, scales per {granularity}".format(**best)
-    print(f"Relative L2 error at the setting that is closest to the paper's, {setting}; mean over seeds:\n")
     lines = []
     for sigma in PAPER_TABLE1:
         found = record.select(sigma=sigma, **best)
         lines.append((sigma, *(f"{row['rel_l2']:.4f} (paper {row['paper_rel_l2']:.4f})" for row in found)))
-    print(markdown_table(("sigma", *TENSORS), lines))
-    write_record(options.json, rows, command=options.command, seeds=list(range(options.seeds)))
-    work.parts.remove()
+    table = markdown_table(("sigma", *TENSORS), lines)
+    return f"Relative L2 error at the setting that is closest to the paper's, {setting}; mean over seeds:\n\n{table}"

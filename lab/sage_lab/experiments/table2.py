@@ -1,15 +1,14 @@
-"""`python -m sage_lab table2`: the SageBwd paper's Table 2, errors of every intermediate on captured activations.
+"""The SageBwd paper's Table 2, errors of every intermediate on captured activations.
 
 The activations are from two trained models, with and without QK-norm.
 """
 
-import argparse
 from collections.abc import Iterable
 
 from torch import Tensor
 
-from sage_lab.records import RECORDED, Row, markdown_table, write_record
-from sage_lab.training.capture import attention_errors, read_capture
+from sage_lab.records import Row, markdown_table
+from sage_lab.training.capture import Capture, attention_errors
 from sage_ref.sagebwd.settings import SageBwdSettings
 
 # Layer 11 of the paper's 325M model, 2.1M tokens per batch, QK-norm, N = 4096.
@@ -43,15 +42,15 @@ def most_error_prone(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row["layer"] == worst]
 
 
-def table2_command(options: argparse.Namespace) -> None:
-    rows, facts = [], []
-    for name in CAPTURES.values():
-        capture = read_capture(RECORDED / f"{name}.safetensors")
-        model = {"capture": name, "qk_norm": capture.provenance["run"]["qk_norm"]}
-        found = [model | row for row in table2_rows(capture.layers, SageBwdSettings.printed(is_causal=True))]
-        worst = most_error_prone(found)
-        print(f"{name}, layer {worst[0]['layer']}, where the error of dQ is largest:\n")
-        columns = ("tensor", "cosine", "rel_l2", "rms", "paper_cosine", "paper_rel_l2")
-        print(markdown_table(columns, [[row[x] for x in columns] for row in worst]) + "\n")
-        rows, facts = rows + found, [*facts, {"file": f"{name}.safetensors"} | capture.provenance]
-    write_record(options.json, rows, command=options.command, captures=facts)
+def capture_rows(name: str, capture: Capture) -> list[Row]:
+    """Return the rows of one capture, quantised as printed."""
+    model = {"capture": name, "qk_norm": capture.provenance["run"]["qk_norm"]}
+    return [model | row for row in table2_rows(capture.layers, SageBwdSettings.printed(is_causal=True))]
+
+
+def table2_text(rows: list[Row]) -> str:
+    """Return the errors of one capture's layer where that of dQ is largest."""
+    worst = most_error_prone(rows)
+    columns = ("tensor", "cosine", "rel_l2", "rms", "paper_cosine", "paper_rel_l2")
+    table = markdown_table(columns, [[row[x] for x in columns] for row in worst])
+    return f"{worst[0]['capture']}, layer {worst[0]['layer']}, where the error of dQ is largest:\n\n{table}"

@@ -16,7 +16,7 @@ from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, S
 def overview_figure(table2: Record, paired: Record) -> Figure:
     """Draw the course in one picture: where INT8's error grows in a trained model, and what both passes cost.
 
-    table2: rows of `python -m sage_lab table2`; the most error-prone layer with QK-norm is drawn. paired: rows of
+    table2: rows of `python -m sage_lab tables 2`; the most error-prone layer with QK-norm is drawn. paired: rows of
     `python -m sage_lab bench`; both passes at D=128, N=8192 are drawn.
     """
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", width_ratios=(1.15, 1))

@@ -85,7 +85,7 @@ def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
 def quantization_aware_figure(record: Record, *, title: str) -> Figure:
     """Draw the quantised layer's error against the outlier in V, by way of training: mean and standard deviation.
 
-    record: rows of `sage_lab.experiments.quantization_aware.study_rows`. One panel per layer and video.
+    One panel per layer and video.
     """
     layers, ways, outliers = (
         list(dict.fromkeys(row[name] for row in record.rows)) for name in ("layer", "way", "value_outlier")

@@ -7,7 +7,7 @@ exact attention in bfloat16, and exact attention with a random error in every st
 
 import math
 from collections.abc import Sequence
-from statistics import mean, median
+from statistics import geometric_mean, mean, median
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -228,3 +228,13 @@ def run_name(row: Row) -> str:
     if row["remedy"] != "none":
         return "unbiased"
     return "printed" if row["granularity"] == "block" else "kernels"
+
+
+def relative_errors(rows: Sequence[Row], tensor: str, **chosen: str) -> dict[str, float]:
+    """Return each remedy's error divided by that without one: the geometric mean over the cases `chosen`."""
+    rows = [row for row in rows if all(row[name] == value for name, value in chosen.items())]
+    without = {(row["case"], row["layer"]): row[tensor] for row in rows if row["remedy"] == "none"}
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row["remedy"], []).append(row[tensor] / without[row["case"], row["layer"]])
+    return {remedy: geometric_mean(found) for remedy, found in ratios.items()}

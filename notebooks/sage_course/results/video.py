@@ -1,6 +1,6 @@
 """Results of fine-tuning a video model: arms, the paper's claims, times for RESULTS.md; pictures for notebook 13.
 
-Their records come from `python -m sage_lab video finetune --all` and `video speed` on a GPU.
+Their records come from `python -m sage_lab video finetune` and `video speed` on a GPU.
 """
 
 from collections.abc import Collection

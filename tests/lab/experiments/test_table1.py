@@ -21,7 +21,7 @@ def test_inputs_have_the_deviations_of_the_table():
 
 
 def test_the_command_measures_every_setting_and_averages_over_seeds(text):
-    main(["table1", "--n", "32", "--seeds", "2", "--json", "table1.json"])
+    main(["tables", "1", "--n", "32", "--seeds", "2", "--json", "table1.json"])
     assert not list(text.glob("**/*.partial"))  # what it kept meanwhile is gone
     record = read_record(text / "table1.json")
     keys = [tuple(row[name] for name in (*table1.SETTING, "sigma", "tensor")) for row in record.rows]

@@ -6,7 +6,7 @@ from sage_lab.records import read_record
 
 
 def test_the_command_makes_the_record_of_the_committed_captures(tmp_path):
-    main(["table2", "--json", str(tmp_path / "table2.json")])
+    main(["tables", "2", "--json", str(tmp_path / "table2.json")])
     found, recorded = read_record(tmp_path / "table2.json"), read_record("table2_captures")
     assert found.provenance["captures"] == recorded.provenance["captures"]
     measures = ("cosine", "rel_l2", "rms")

@@ -4,6 +4,9 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import tempfile
+from multiprocessing import util
+from pathlib import Path
 
 import torch
 
@@ -13,6 +16,10 @@ CONTEXT.set_forkserver_preload(
     ["pytest", "sage_ref.parallel", "sage_lab.training.pretrain", "numpy.random", "torch._dynamo"]
 )
 LIMIT = 120  # seconds
+# All tests share the process that is forked, so its socket must outlive a test's own folder for temporary files.
+of_the_run, tempfile.tempdir = tempfile.tempdir, str(Path(tempfile.gettempdir()).parent)
+util.get_temp_dir()
+tempfile.tempdir = of_the_run
 
 
 def run_together(folder, target, *arguments, count=2):

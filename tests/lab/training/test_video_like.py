@@ -1,4 +1,4 @@
-"""Made-up video attention is a function of its seed; `test_router_fit` has the errors of masks that its record has."""
+"""Made-up video attention is a function of its seed."""
 
 from dataclasses import replace
 
