@@ -52,6 +52,7 @@ CERTAIN = {
     "is ambiguous": "Python's `max`, `if` and `and` take a single number. `amax` and `torch.where` take tensors.",
     "not defined|local variable": "This name has no value here. Is it spelt as in the function's first line?",
     "floats were multiplied": "Round first. Let integer_matmul take the integers, and multiply by the scales after it.",
+    "integers were multiplied": "Multiply floats alone: `.float()` on both factors, and `.int()` on their product.",
     "NaN was made": "NaN comes from 0 / 0. Which divisor may be 0?",
 }
 LIKELY = {

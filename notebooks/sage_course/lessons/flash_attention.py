@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from sage_kernels.common.device import triton_device
 
-from sage_course.gaps import Gap, Mistake
-from sage_course.lessons import draws
+from sage_course.gaps import Gap
+from sage_course.lessons import draws, with_mistakes
 
 if not torch.cuda.is_available():
     import sage_kernels.common.interpreter  # noqa: F401
@@ -128,80 +128,11 @@ def _attention() -> list[tuple]:
     return [(q, k, v, 16)]
 
 
-BOTH_EXP = "tl.math.exp2(s_ij - m_new[:, None])\n        rescale = tl.math.exp2(m - m_new)"
-BOTH_MAXIMA = "At the first tile m is -inf. p_ij is 2^(s - m_new), and rescale is 2^(m - m_new)."
-STORE = "mask=(query[:, None] < n) & (key[None, :] < n)"
-FULL = "tl.minimum(n // BLOCK_KV, (first_query + 1) // BLOCK_KV)"
-END = "tl.minimum(tl.cdiv(n, BLOCK_KV), tl.cdiv(first_query + BLOCK_Q, BLOCK_KV))"
-ROUND_DOWN = "A tile of which the first query sees only a part needs a mask: round down."
-ROUND_UP = "The last tile of keys may be incomplete: round up."
-BEYOND = (
-    Mistake("mask=key[:, None] < n, other", "mask=key[:, None] <= n, other", "Key n doesn't exist: they count from 0."),
-    Mistake("mask=key[:, None] < n, other", "mask=key[:, None] >= 0, other",
-            "This mask lets through keys that do not exist. Which keys exist?"),
-) if triton_device() == "cpu" else ()  # a GPU reads on without a word  # fmt: skip
-
-GAPS = {
-    "scores": Gap(scores, lambda: [(*draws(0, (n, 16), (n, 16)), 16) for n in (20, 10)], (
-        Mistake(STORE, "mask=query[:, None] < n", "A key that does not exist is stored into the row below."),
-        Mistake(STORE, "mask=key[None, :] < n",
-                "Queries that don't exist are stored behind the matrix. (Masks are joined with `&`: `and` keeps one.)"),
-        Mistake(STORE, "mask=query[:, None] < n & key[None, :] < n", "`&` binds before `<`: put brackets around each."),
-        Mistake("mask=key[:, None] < n, other", "mask=key[None, :] < n, other",
-                "In k_j keys are the rows, so their mask is a column: key[:, None]."),
-        Mistake("mask=key[:, None] < n, other", "mask=query[:, None] < n, other",
-                "Which of these keys exist does not depend on the queries."),
-        Mistake(STORE, "mask=(query[:, None] <= n) & (key[None, :] < n)", "Query n doesn't exist: they count from 0."),
-        Mistake(STORE, "mask=(query[:, None] <= n) & (key[None, :] <= n)",
-                "Neither query n nor key n exists: they count from 0."),
-        Mistake(STORE, "mask=(query[:, None] < n) | (key[None, :] < n)",
-                "An entry exists only if its query *and* its key exist: `&`."),
-        Mistake(STORE, "mask=(query < n) & (key < n)",
-                "S is a matrix, so its mask has a column, query[:, None], and a row, key[None, :]."),
-        Mistake(STORE, "mask=(query[None, :] < n) & (key[:, None] < n)",
-                "In S queries are the rows and keys the columns: query[:, None], key[None, :]."),
-        Mistake("mask=key[:, None] < n, other=0.0", "mask=key[:, None] < 0, other=0.0", "No key is loaded at all."),
-        *BEYOND,
-    ), run_scores, right=(
-        ("tl.dot(q_i, tl.trans(k_j)) * c", "c * tl.dot(q_i, tl.trans(k_j))"),
-    )),
-    "flash": Gap(flash, _attention, (
-        Mistake('tl.where(key[None, :] < n, s_ij, -float("inf"))', "s_ij",
-                "Keys that don't exist are zeros and have score 0: hide them with -inf."),
-        Mistake('s_ij, -float("inf"))', '-float("inf"), s_ij)',
-                "tl.where(condition, x, y) takes x where the condition holds: where the key exists."),
-        Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "scale already contains log2(e): use exp2."),
-        Mistake("s_ij - m_new[:, None]", "s_ij - m[:, None]", BOTH_MAXIMA),
-        Mistake("exp2(m - m_new)", "exp2(m_new - m)", BOTH_MAXIMA),
-        Mistake("tl.sum(p_ij, 1)", "p_ij", "l is one number per query: sum p_ij over the keys."),
-        Mistake("o_i * rescale[:, None]", "o_i / l[:, None]",
-                "O is divided by l once, after the loop. In the loop it shrinks by rescale, as l does."),
-        Mistake("l * rescale + tl.sum(p_ij, 1)", "(l + tl.sum(p_ij, 1)) * rescale",
-                "p_ij already belongs to the new maximum: only the old l shrinks."),
-        Mistake("o_i * rescale[:, None]", "o_i", "O belongs to the old maximum: it shrinks as l does."),
-    ), run_flash, right=(
-        ("p_ij = tl.math.exp2(", "p_ij = tl.exp2("),
-        ("l * rescale + tl.sum(p_ij, 1)", "tl.sum(p_ij, axis=1) + rescale * l"),
-    )),
-    "key_tile_range": Gap(key_tile_range, lambda: [(128, 16, 16), (100, 32, 16), (100, 16, 32)], (
-        Mistake(FULL, "tl.cdiv(first_query + 1, BLOCK_KV)", ROUND_DOWN),
-        Mistake(FULL, "tl.cdiv(first_query, BLOCK_KV)", ROUND_DOWN),
-        Mistake("(first_query + 1) // BLOCK_KV", "(first_query + BLOCK_Q) // BLOCK_KV",
-                "Without a mask only if the *first* query sees all keys of the tile: it sees the fewest."),
-        Mistake(END, "tl.minimum(first_query + BLOCK_Q, n) // BLOCK_KV", ROUND_UP),
-        Mistake(END, "(tl.minimum(first_query + BLOCK_Q, n) - 1) // BLOCK_KV",
-                "That is the last tile; end is one more, as in range(0, end)."),
-        Mistake(END, "tl.cdiv(n, BLOCK_KV)", "No query of the tile sees keys after the last query's own: skip them."),
-        Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query + 1, BLOCK_KV)",
-                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
-        Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query + BLOCK_Q + 1, BLOCK_KV)",
-                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
-        Mistake("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "tl.cdiv(first_query, BLOCK_KV)",
-                "The last query of the tile is first_query + BLOCK_Q - 1, and sees itself."),
-        Mistake(END, "tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "There are only cdiv(n, BLOCK_KV) tiles of keys."),
-        Mistake(FULL, "n // BLOCK_KV", "A tile needs no mask if even the first query sees all of its keys."),
-        Mistake("tl.cdiv(n, BLOCK_KV)", "n // BLOCK_KV", ROUND_UP),
-    ), run_range, right=(
-        ("tl.cdiv(first_query + BLOCK_Q, BLOCK_KV)", "(first_query + BLOCK_Q + BLOCK_KV - 1) // BLOCK_KV"),
-    )),
-}  # fmt: skip
+GAPS = with_mistakes(
+    __file__,
+    {
+        "scores": Gap(scores, lambda: [(*draws(0, (n, 16), (n, 16)), 16) for n in (20, 10)], run=run_scores),
+        "flash": Gap(flash, _attention, run=run_flash),
+        "key_tile_range": Gap(key_tile_range, lambda: [(128, 16, 16), (100, 32, 16), (100, 16, 32)], run=run_range),
+    },
+)

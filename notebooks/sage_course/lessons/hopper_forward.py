@@ -22,7 +22,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from sage_course.gaps import Gap, Mistake, source
+from sage_course.gaps import Gap, source
+from sage_course.lessons import with_mistakes
 
 HEAD_DIM, TILES = 64, 7
 WRONG_PHASE = "a barrier's phases are 0 and 1"  # as the emulator says it
@@ -148,63 +149,11 @@ def _trials():
     return [(*integers(), seed) for seed in (0, 1)]
 
 
-READY = "mbarrier.wait(ring.ready.index(n % places), (n // places) & 1)"
-EMPTY = "mbarrier.wait(ring.empty.index(n % places), ((n // places) & 1) ^ 1)"
-
-GAPS = {
-    "acquire": Gap(acquire, _trials, (
-        Mistake("    " + READY + "\n", "", "The tile is read before it has arrived: wait for its `ready`."),
-        Mistake("(n // places) & 1", "0",
-                "In the second round of the ring that phase ended long ago: you read the tile before."),
-        Mistake("ring.ready", "ring.empty", "The copy reports to `ready`. The loading warp waits for `empty`."),
-        Mistake("(n // places) & 1", "1", "In the first round nobody ends phase 1: the phase comes from the round."),
-        Mistake("ring.ready.index(n % places), (n // places) & 1", "ring.ready.index(n // places), (n % places) & 1",
-                "Place and phase are exchanged: the place is the remainder, the phase comes from the quotient.",
-                (("return ring.tiles.index(n % places)", "return ring.tiles.index(n // places)"),)),
-        Mistake("return ring.tiles.index(n % places)", "return ring.tiles.index(n // places)",
-                "n // places is the round. The place is the remainder, n % places."),
-        Mistake("(n // places) & 1", "((n // places) & 1) ^ 1",
-                "That is the phase before. It ended before this tile came. Only the loading warp waits for it."),
-        Mistake("(n // places) & 1", "n & 1", "The phase counts rounds of the ring, not tiles."),
-    ), run_as("acquire"), right=(
-        ("(n // places) & 1", "(n // places) % 2"),
-    )),
-    "fetch": Gap(fetch, _trials, (
-        Mistake(" ^ 1", "", "In the first round every place is empty. Nobody reports it: wait for the phase before."),
-        Mistake("ring.empty", "ring.ready", "`ready` says that a tile has come. Is its place free? `empty` says so."),
-        Mistake("((n // places) & 1) ^ 1", "0",
-                "In the first round nobody has released a place, so phase 0 of `empty` does not end."),
-        Mistake("((n // places) & 1) ^ 1", "(n & 1) ^ 1", "The phase counts rounds of the ring, not tiles."),
-        Mistake("((n // places) & 1) ^ 1", "1",
-                "That is right for the first round. In each later one the place must be released again."),
-        Mistake(EMPTY, READY,
-                "That is the readers' wait. Is the tile's place free? `empty` says so, in the phase before."),
-        Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(n // places)",
-                "n // places is the round. The place is the remainder, n % places."),
-        Mistake("    " + EMPTY + "\n", "", "A tile that is still being read is overwritten: wait for `empty`."),
-        Mistake("ready, ring.tiles.index(n % places)", "ready, ring.tiles.index(0)",
-                "The n-th tile belongs in place n % places."),
-    ), run_as("fetch"), right=(
-        ("((n // places) & 1) ^ 1", "(n // places + 1) & 1"),
-    )),
-    "score_maxima": Gap(score_maxima, _trials, (
-        Mistake("        release(ring, n)\n", "", "No place is ever given back: when the ring is full, all wait."),
-        Mistake("""        s_ij = warpgroup_mma_wait(0, deps=(product,))
-        release(ring, n)
-""",
-                """        release(ring, n)
-        s_ij = warpgroup_mma_wait(0, deps=(product,))
-""",
-                "The place is released before the matmul has read it: wait for the matmul first."),
-        Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.max(s_ij, 1)", "That is the maximum of the last tile alone."),
-        Mistake("        s_ij = warpgroup_mma_wait(0, deps=(product,))\n", "        s_ij = product\n",
-                "The matmul has only been started: warpgroup_mma_wait returns its result."),
-        Mistake("warpgroup_mma_wait(0,", "warpgroup_mma_wait(1,", "With 1 one matmul may still run: wait for 0."),
-        Mistake("gl.maximum(m, gl.max(s_ij, 1))", "gl.maximum(m, s_ij)",
-                "m is one number per query: take the row's maximum first, gl.max(s_ij, 1)."),
-        Mistake("m = gl.maximum(m, gl.max(s_ij, 1))", "m += gl.max(s_ij, 1)", "The largest is wanted, not the sum."),
-    ), run_as("score_maxima"), right=(
-        ("warpgroup_mma_wait(0,", "warpgroup_mma_wait(num_outstanding=0,"),
-        ("gl.maximum(m, gl.max(s_ij, 1))", "gl.maximum(gl.max(s_ij, axis=1), m)"),
-    )),
-}  # fmt: skip
+GAPS = with_mistakes(
+    __file__,
+    {
+        "acquire": Gap(acquire, _trials, run=run_as("acquire")),
+        "fetch": Gap(fetch, _trials, run=run_as("fetch")),
+        "score_maxima": Gap(score_maxima, _trials, run=run_as("score_maxima")),
+    },
+)

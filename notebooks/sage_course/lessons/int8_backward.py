@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from sage_kernels.common.tiles import round_to_int8
 
-from sage_course.gaps import Gap, Mistake
+from sage_course.gaps import Gap
+from sage_course.lessons import with_mistakes
 from sage_ref.attention import attention_forward
 from sage_ref.sagebwd.algorithm import psi
 
@@ -165,74 +166,15 @@ def _tiles_with_zeros_and_tiny_rows() -> list[tuple]:
     return [(x,), (torch.zeros(16, 32),)]
 
 
-S_OF_ROWS = "tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127"
-TINY_ROW = "A tiny row gets a scale that is far too large: use tl.maximum with a much smaller number."
-
-GAPS = {
-    "delta_of": Gap(delta_of,
-        lambda: [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).half())], (
-        Mistake("(grad_output.float() * output.float())", "(grad_output * output)",
-                "In 16 bit the products are already rounded: use .float() before you multiply."),
-        Mistake(".sum(-1)", ".sum(-2)", "One number per query: the sum runs over the features."),
-        Mistake("(grad_output.float() * output.float())", "(grad_output.float() @ output.float().mT)",
-                "Only a query's own dO and O are multiplied, element by element: `*`."),
-        Mistake(".sum(-1)", ".sum(-1).half()", "delta stays in float32."),
-    ), right=(
-        ("(grad_output.float() * output.float()).sum(-1)",
-         "torch.einsum('...d,...d->...', grad_output.float(), output.float())"),
-        ("grad_output.float()", "grad_output.double()"),
-    )),
-    "dq_16bit": Gap(dq_16bit, _heads, (
-        Mistake("tl.exp(s_ij - l_i[:, None])", "tl.exp(s_ij)", "P = exp(S - L): L is one number per query."),
-        Mistake("tl.exp(s_ij - l_i[:, None])", "tl.exp(s_ij) / l_i[:, None]",
-                "L is the logarithm of the sum: subtract it in the exponent."),
-        Mistake("l_i[:, None])", "l_i[None, :])", "L is one number per query: it changes along the rows."),
-        Mistake("tl.exp(s_ij", "tl.math.exp2(s_ij", "L is a natural logarithm here, and S is not times log2(e): exp."),
-        Mistake("(dp_ij - delta_i[:, None])", "dp_ij - delta_i[:, None]", "P multiplies the whole difference."),
-        Mistake("ds_ij.to(k_j.dtype)", "tl.trans(ds_ij).to(k_j.dtype)",
-                "dS [queries, keys] times K [keys, D]: no transpose. dK has one."),
-    ), run_dq_16bit, right=(
-        ("p_ij * (dp_ij - delta_i[:, None])", "p_ij * dp_ij - p_ij * delta_i[:, None]"),
-    )),
-    "psi_of_rows": Gap(psi_of_rows, _tiles_with_zeros_and_tiny_rows, (
-        Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30)", "tl.max(tl.abs(x), 1)",
-                "A row of zeros has scale 0, and 0 / 0 is NaN: keep s above 0."),
-        Mistake("tl.maximum(tl.max(tl.abs(x), 1), 1e-30) / 127", "tl.max(tl.abs(x), 1) / 127 + 1e-8",
-                "In a tiny row 1e-8 is larger than the scale. Use tl.maximum with a much smaller number."),
-        Mistake(S_OF_ROWS, "tl.maximum(tl.max(tl.abs(x), 1) / 127, 1e-6)", TINY_ROW),
-        Mistake(S_OF_ROWS, "tl.maximum(tl.max(tl.abs(x), 1) / 127, 1e-8)", TINY_ROW),
-        Mistake(S_OF_ROWS, "tl.max(tl.abs(x), 1) / 127 + 1e-6", TINY_ROW),
-        Mistake("1e-30", "1e-3", TINY_ROW),
-        Mistake("tl.max(tl.abs(x), 1)", "tl.max(tl.abs(x)) + 0 * tl.max(x, 1)",
-                "One scale per row: the maximum over axis 1."),
-        Mistake(S_OF_ROWS, "127 / tl.maximum(tl.max(tl.abs(x), 1), 1e-30)",
-                "That is 1 / s. The scale is what one integer step is worth."),
-    ), run_psi, right=(
-        ("tl.max(tl.abs(x), 1)", "tl.max(tl.abs(x), axis=1)"),
-    )),
-    "dq_int8": Gap(dq_int8, _heads, (
-        Mistake("(s_ds * s_k)[:, None]", "(s_ds * s_k)", "s_dS is one number per query, a row of dQ_i: [:, None]."),
-        Mistake("psi_of_rows(ds_ij)", "psi_of_rows(tl.trans(ds_ij))",
-                "For dQ each query may have its own scale, and queries are the rows of ds_ij already."),
-        Mistake("(s_ds * s_k)[:, None]", "s_k", "dS is s_dS dS^: the scale of each row is missing."),
-    ), run_dq_int8, right=(
-        ("(s_ds * s_k)[:, None]", "s_ds[:, None] * s_k"),
-        ("(s_q * s_k * c)", "s_q * s_k * c"),
-    )),
-    "dk_dv_int8": Gap(dk_dv_int8, _heads, (
-        Mistake("l_i[None, :])", "l_i[:, None])", "Everything is transposed here: queries are the columns."),
-        Mistake("- delta_i[None, :]", "- delta_i[:, None]", "Everything is transposed here, also delta: [None, :]."),
-        Mistake("l_i[None, :])", "l_i[:, None])", "Everything is transposed here: queries are the columns.",
-                (("- delta_i[None, :]", "- delta_i[:, None]"),)),
-        Mistake("pt_hat_ij, do_hat_i", "tl.trans(pt_hat_ij), do_hat_i",
-                "pt_hat_ij is transposed already: [keys, queries] times [queries, D]."),
-        Mistake("tl.dot(pt_hat_ij, do_hat_i, out_dtype=tl.int32).to(tl.float32) * (s_p * s_do)[:, None]",
-                "tl.dot(pt_ij.to(do_i.dtype), do_i)",
-                "That is dV in 16 bit. In INT8 it multiplies pt_hat_ij and do_hat_i."),
-        Mistake("dst_hat_ij, q_i, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_q)",
-                "dst_hat_ij, k_j, out_dtype=tl.int32).to(tl.float32) * (s_ds * s_k)", "dK = dS^T Q."),
-    ), run_dk_dv_int8, right=(
-        ("(s_p * s_do)[:, None]", "s_p[:, None] * s_do"),
-        ("(s_ds * s_q)[:, None]", "s_ds[:, None] * s_q"),
-    )),
-}  # fmt: skip
+GAPS = with_mistakes(
+    __file__,
+    {
+        "delta_of": Gap(
+            delta_of, lambda: [tuple(torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(2)).half())]
+        ),
+        "dq_16bit": Gap(dq_16bit, _heads, run=run_dq_16bit),
+        "psi_of_rows": Gap(psi_of_rows, _tiles_with_zeros_and_tiny_rows, run=run_psi),
+        "dq_int8": Gap(dq_int8, _heads, run=run_dq_int8),
+        "dk_dv_int8": Gap(dk_dv_int8, _heads, run=run_dk_dv_int8),
+    },
+)

@@ -27,7 +27,8 @@ from sage_kernels.common.tiles import (
 from sage_kernels.sagebwd.forward.program import run_forward_program
 from sage_kernels.sagebwd.ladder import LOG2_E, prepare_forward
 
-from sage_course.gaps import Gap, Mistake, source
+from sage_course.gaps import Gap, source
+from sage_course.lessons import with_mistakes
 
 if not torch.cuda.is_available():
     import sage_kernels.common.interpreter  # noqa: F401
@@ -220,134 +221,20 @@ def _integer_scores() -> list[tuple]:
     return [(ROUNDER.value + s_hat, s_qk, m, l) for s_qk in scales]
 
 
-SCORES = "integer_dot(q_hat_i, tl.trans(k_hat_j)) * (s_q * s_k)[:, None]"
-BOTH_EXP = "tl.math.exp2(m_ij - m_new) / 127.0\n    p_ij = 127.0 * tl.math.exp2(s_ij - m_ij[:, None])"
-ONLY_ROUND = "p_ij is P~ / s_P already, with 127 as its largest entry: round it."
-BITS = "out_dtype=tl.int32).to(tl.float32, bitcast=True)"
-FOLDED = """t = tl.fma(s_qk, ROUNDER, m_ij - LOG2_INT8_MAX + room)
-    m_ij = tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX
-    p_ij = tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -t[:, None]))"""
-ROUNDED_TWICE = """t = s_qk * ROUNDER + m_ij - LOG2_INT8_MAX + room
-    m_ij = t - s_qk * ROUNDER + LOG2_INT8_MAX
-    p_ij = tl.math.exp2(s_ij * s_qk[:, None] - t[:, None])"""
-P = "tl.math.exp2(tl.fma(s_ij, s_qk[:, None], -t[:, None]))"
-TWICE = "A product and a sum round twice: tl.fma rounds once."
-
-GAPS = {
-    "level1": Gap(level1, _attention, (
-        Mistake(SCORES, SCORES.replace("s_q * s_k", "s_k + 0 * s_q"), "s_Q is missing. It also contains c log2(e)."),
-        Mistake("tl.load(k.scale + j * TILE.BLOCK_KV // TILE.SCALE_BLOCK)", "tl.load(k.scale)",
-                "That is the scale of the first keys. Each SCALE_BLOCK tokens have their own."),
-        Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "j",
-                "j counts tiles, and a tile may be smaller than the SCALE_BLOCK tokens that share a scale."),
-        Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "j * TILE.BLOCK_KV",
-                "That is the number of a token. SCALE_BLOCK tokens share a scale: divide."),
-        Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "j * TILE.SCALE_BLOCK // TILE.BLOCK_KV",
-                "The tile begins at token j BLOCK_KV. Divide that by the SCALE_BLOCK tokens that share a scale."),
-        Mistake("j * TILE.BLOCK_KV // TILE.SCALE_BLOCK", "key // TILE.SCALE_BLOCK",
-                "All keys of a tile have the same scale: load one number, for the tile's first token."),
-        Mistake(SCORES, "integer_dot(q_hat_i, tl.trans(k_hat_j)) + 0 * s_q[:, None]", "Both scales are missing."),
-    ), run_level(1), right=(
-        ("l * rescale + tl.sum(p_ij, 1)", "tl.sum(p_ij, axis=1) + rescale * l"),
-    )),
-    "level2": Gap(level2, _attention, (
-        Mistake("tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_new)", "127 steps of s_P make 1."),
-        Mistake("127.0 * tl.math.exp2(s_ij - m_ij[:, None])", "127.0 * tl.math.exp2(s_ij - m_new[:, None])",
-                "In P~ / s_P the new maximum cancels. The largest entry is 127 in every tile."),
-        Mistake("127.0 * tl.math.exp2(s_ij", "tl.math.exp2(s_ij", "Dividing P~ by s_P brings a factor of 127."),
-        Mistake("exp2(m_ij - m_new) / 127.0", "exp2(m_ij - m) / 127.0",
-                "s_P belongs to the new maximum, as P~ does: m_ij - m_new."),
-        Mistake("exp2(m_ij - m_new) / 127.0", "exp2(m_new - m_ij) / 127.0",
-                "P~ is at most 1, so the exponent is at most 0: m_ij - m_new."),
-        Mistake("127.0 * tl.math.exp2(s_ij - m_ij[:, None])", "tl.math.exp2(s_ij - m_new[:, None])",
-                "That is P~. p_ij is P~ / s_P."),
-        Mistake("round_to_int8(p_ij)", "round_to_int8(p_ij / s_p[:, None])", ONLY_ROUND),
-        Mistake("round_to_int8(p_ij)", "round_to_int8(127.0 * p_ij)", ONLY_ROUND),
-        Mistake("tl.math.exp2(m_ij - m_new) / 127.0", "tl.math.exp2(m_ij - m_ij) / 127.0",
-                "1/127 fits a tile with the row's maximum. In others the largest P~ is e^(m_ij - m_new)."),
-        Mistake(BOTH_EXP, BOTH_EXP.replace("exp2", "exp"), "The scores are already multiplied by log2(e): use exp2."),
-        Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1) / 127.0", "l is the sum of P~ relative to m_new: p_ij s_P."),
-        Mistake("l = l * rescale", "l = l", "The old l belongs to the old maximum: it shrinks as O does."),
-        Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(p_ij, 1)", "l is the sum of P~. p_ij is P~ / s_P."),
-        Mistake("tl.sum(p_ij, 1) * s_p", "tl.sum(round_to_int8(p_ij).to(tl.float32), 1) * s_p",
-                "l is the sum of P~ before rounding."),
-        Mistake("round_to_int8(p_ij)", "p_ij.to(tl.int8)", "The conversion truncates: every entry becomes too small."),
-        Mistake("(s_p * s_v)", "(s_p + 0 * s_v)", "V^ stands for s_V V^."),
-        Mistake("(s_p * s_v)", "(s_v + 0 * s_p)", "P^ stands for s_P P^."),
-        Mistake("o_i * rescale[:, None] + integer_dot(p_hat_ij, tl.trans(vt_hat_j)) * (s_p * s_v)[:, None]",
-                "(o_i + integer_dot(p_hat_ij, tl.trans(vt_hat_j)) * (s_p * s_v)[:, None]) * rescale[:, None]",
-                "The new part already belongs to the new maximum: only the old O shrinks."),
-        Mistake("o_i = o_i * rescale[:, None]", "o_i = o_i", "O belongs to the old maximum: it shrinks as l does."),
-    ), run_level(2), right=(
-        ("p_ij = 127.0 * tl.math.exp2(s_ij - m_ij[:, None])", "p_ij = tl.exp2(s_ij - m_ij[:, None]) * 127.0"),
-        ("l * rescale + tl.sum(p_ij, 1) * s_p", "rescale * l + s_p * tl.sum(p_ij, axis=1)"),
-    )),
-    "offset_dot": Gap(offset_dot, _integers, (
-        Mistake("ROUNDER_BITS", "12582912",
-                "That is the integer 12582912. Read as a float it is 1.8e-38: start at the float's *bits*."),
-        Mistake("ROUNDER_BITS", "0", "Bits of a small integer, read as a float, are close to 0."),
-        Mistake(", bitcast=True", "", "That is the conversion we want to save: read the same bits, bitcast=True."),
-        Mistake(BITS, f"{BITS} - ROUNDER", "ROUNDER stays in: level 3 takes it out where that costs nothing."),
-        Mistake("start, out_dtype=tl.int32", "start", "An int32 accumulator needs out_dtype=tl.int32."),
-        Mistake(f"start, {BITS}", "out_dtype=tl.int32).to(tl.float32) + ROUNDER",
-                "The right numbers, by a conversion: start the dot product at ROUNDER_BITS and read the bits."),
-    ), run_dot, right=(
-        ("tl.full([ROWS, COLUMNS], ROUNDER_BITS, tl.int32)", "tl.zeros([ROWS, COLUMNS], tl.int32) + ROUNDER_BITS"),
-    )),
-    "low_byte": Gap(low_byte, lambda: [(torch.linspace(-127, 127, 256),), (torch.tensor([2.5, -2.5, 3.5, 0.4] * 4),)], (
-        Mistake("(x + ROUNDER)", "x", "The low bits of a float are its fraction, not its integer: add ROUNDER first."),
-        Mistake("ROUNDER", "8388608.0",
-                "Below 2^23 floats are 1/2 apart, and x may be negative. 1.5 * 2^23 has room on both sides."),
-        Mistake(".to(tl.int8)", "",
-                "That is an int32 with the bits of ROUNDER in it: .to(tl.int8) keeps the low byte."),
-        Mistake(".to(tl.int8)", " & 255", "That is the low byte without a sign: .to(tl.int8)."),
-        Mistake("tl.int32, bitcast=True).to(tl.int8)", "tl.int8, bitcast=True)",
-                "A bitcast keeps all 32 bits: first to tl.int32. Then .to(tl.int8) keeps the low byte."),
-        Mistake("(x + ROUNDER)", "(x + ROUNDER_BITS)", "Add the *number* ROUNDER to a float, not its bits."),
-        Mistake(", bitcast=True", "", "The right numbers, by a conversion: read the same bits, bitcast=True."),
-        Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "((x + ROUNDER) - ROUNDER)",
-                "The right numbers, by a conversion: read the same bits, bitcast=True."),
-        Mistake("ROUNDER", "2 * ROUNDER", "There floats are 2 apart: every odd number is lost."),
-        Mistake("(x + ROUNDER).to(tl.int32, bitcast=True)", "x", "The conversion truncates. We want to save it."),
-    ), run_byte, right=(
-        ("(x + ROUNDER).to(tl.int32, bitcast=True)", "tl.cast(x + ROUNDER, tl.int32, bitcast=True)"),
-    )),
-    "folded_softmax": Gap(folded_softmax, _integer_scores, (
-        Mistake("    m_ij = tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX\n", "",
-                "m_ij has not moved. t was rounded, so P~ is now relative to a different maximum."),
-        Mistake("tl.fma(-s_qk, ROUNDER, t) + LOG2_INT8_MAX", "m",
-                "m is the largest score of the tiles before. Solve the formula of t for this tile's maximum."),
-        Mistake("m_ij - LOG2_INT8_MAX + room", "m_ij + room", "p_ij is 127 e^(S - m_ij): where is log2(127)?"),
-        Mistake(" + room", "", "Where scales are large, 127 may become 127.5 and wrap around: add room to t."),
-        Mistake(" + room", " - room", "room makes p_ij smaller. t is subtracted, so it grows."),
-        Mistake("t) + LOG2_INT8_MAX", "t) + LOG2_INT8_MAX - room",
-                "m_ij must belong to the t that is used, with room in it."),
-        Mistake(FOLDED, ROUNDED_TWICE, TWICE),
-        Mistake(*(lines.splitlines()[1].strip() for lines in (FOLDED, ROUNDED_TWICE)), TWICE),
-        Mistake(*(lines.splitlines()[2].strip() for lines in (FOLDED, ROUNDED_TWICE)), TWICE),
-        Mistake("m_ij - LOG2_INT8_MAX + room", "m - LOG2_INT8_MAX + room",
-                "m is the largest score of the tiles before. t needs this tile's: m_ij."),
-        Mistake(P, P.replace("-t", "-m_ij"), "s_ij still contains ROUNDER, and p_ij has a factor of 127: subtract t."),
-        Mistake(P, P.replace("[:, None]", ""), "s_qk and t have one number per query, a row of p_ij: [:, None]."),
-    ), run_softmax, right=(
-        ("m_ij - LOG2_INT8_MAX + room", "m_ij + room - LOG2_INT8_MAX"),
-    )),
-    "group_columns": Gap(group_columns, lambda: [(torch.arange(32 * 64, dtype=torch.int32).reshape(32, 64),)], (
-        Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 2, 3, 4)", "Nothing has moved."),
-        Mistake("permute(0, 1, 3, 2, 4)", "permute(1, 0, 2, 3, 4)",
-                "Rows and groups are the first two axes, and they stay. Half and pair are axes 2 and 3."),
-        Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 3, 4, 2)",
-                "This separates the columns of a pair: 0, 8, 1, 9."),
-        Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 1, 4, 3, 2)",
-                "This turns all three around. Only half and pair change places."),
-        Mistake("permute(0, 1, 3, 2, 4)", "permute(0, 2, 1, 3, 4)", "Groups stay. Half and pair are axes 2 and 3."),
-        Mistake("COLUMNS // 16, 2, 4, 2)", "COLUMNS // 16, 2, 2, 4)", "16 columns are 2 halves of 4 pairs of 2."),
-        Mistake("COLUMNS // 16, 2, 4, 2)", "COLUMNS // 16, 4, 2, 2)", "16 columns are 2 halves of 4 pairs."),
-        Mistake("x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)",
-                "x.reshape(ROWS, 2, COLUMNS // 4, 2).permute(0, 2, 1, 3)",
-                "The halves are those of each group of 16, not of the whole row."),
-    ), run_group, right=(
-        ("x.reshape(ROWS, COLUMNS // 16, 2, 4, 2).permute(0, 1, 3, 2, 4)",
-         "tl.permute(tl.reshape(x, (ROWS, COLUMNS // 16, 2, 4, 2)), (0, 1, 3, 2, 4))"),
-    )),
-}  # fmt: skip
+GAPS = with_mistakes(
+    __file__,
+    {
+        "level1": Gap(level1, _attention, run=run_level(1)),
+        "level2": Gap(level2, _attention, run=run_level(2)),
+        "offset_dot": Gap(offset_dot, _integers, run=run_dot),
+        "low_byte": Gap(
+            low_byte,
+            lambda: [(torch.linspace(-127, 127, 256),), (torch.tensor([2.5, -2.5, 3.5, 0.4] * 4),)],
+            run=run_byte,
+        ),
+        "folded_softmax": Gap(folded_softmax, _integer_scores, run=run_softmax),
+        "group_columns": Gap(
+            group_columns, lambda: [(torch.arange(32 * 64, dtype=torch.int32).reshape(32, 64),)], run=run_group
+        ),
+    },
+)

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from sage_course.gaps import Gap, Mistake
-from sage_course.lessons import draws, watched
+from sage_course.gaps import Gap
+from sage_course.lessons import draws, watched, with_mistakes
 from sage_ref.quantization import integer_matmul
 from sage_ref.sagebwd.algorithm import psi
 
@@ -77,78 +77,13 @@ def _whole_rows() -> list[tuple]:
     return [(x, *([psi(tile) for tile in y.split(TILE)] for y in (z, v)), C) for x, z in trials]
 
 
-GAPS = {
-    "score_tile": Gap(score_tile, _scores_to_multiply, (
-        Mistake(" * c", "", "c = 1 / sqrt(D) is missing. The paper's line lacks it, too."),
-        Mistake(" * s_q * s_k", "", "The integers stand for numbers s times as large: both scales are missing."),
-        Mistake("integer_matmul(q_hat, k_hat.mT)", "(q_hat @ k_hat.mT)",
-                "A product of int8 tensors is int8 and overflows: integer_matmul sums in 32 bits."),
-        Mistake("integer_matmul(q_hat, k_hat.mT)", "integer_matmul(k_hat, q_hat.mT)",
-                "A row per query, a column per key."),
-    ), watched, right=(
-        ("* s_q * s_k * c", "* (s_q * s_k * c)"),
-        ("integer_matmul(q_hat, k_hat.mT) * s_q * s_k * c",
-         "c * s_k.double() * s_q * integer_matmul(k_hat, q_hat.mT).mT"),
-    )),
-    "update_sum": Gap(update_sum, _sums_to_update, (
-        Mistake("m - m_new", "m_new - m", "That factor grows. What was summed before must shrink."),
-        Mistake(" * l", "", "The old sum is forgotten. The paper prints it like this; it can't be meant."),
-        Mistake("torch.exp(m - m_new) * ", "", "The old sum belongs to the old maximum: it must shrink."),
-        Mistake("torch.exp(m - m_new) * l + p.sum(-1, keepdim=True)",
-                "torch.exp(m - m_new) * (l + p.sum(-1, keepdim=True))",
-                "p is relative to m_new already: only the old l shrinks."),
-        Mistake("torch.exp(m - m_new) * l + p.sum", "l + torch.exp(m - m_new) * p.sum",
-                "The wrong one of the two shrinks: the old l does, p belongs to m_new already."),
-    ), right=(
-        ("torch.exp(m - m_new) * l + p.sum(-1, keepdim=True)", "p.sum(-1, keepdim=True).add_(l * (m - m_new).exp())"),
-        ("p.sum(", "p.double().sum("),
-    )),
-    "scale_of_p": Gap(scale_of_p, _scores_and_maxima, (
-        Mistake("s_ij.amax(-1, keepdim=True) - m_new", "0 * m_new", "That is the constant 1/127."),
-        Mistake(" - m_new) / 127", " - m_new) / 127)", "Divide the exponential by 127, not its exponent.",
-                (("return torch.exp(", "return torch.exp(("),)),
-        Mistake("s_ij.amax(-1, keepdim=True)", "s_ij.amax()", "One scale per query: the largest of its row."),
-        Mistake("torch.exp(s_ij.amax(-1, keepdim=True) - m_new)", "torch.exp(s_ij - m_new).amax()",
-                "One scale per query: the largest of its row."),
-        Mistake("torch.exp(s_ij.amax(-1, keepdim=True) - m_new)", "(s_ij.amax(-1, keepdim=True) - m_new)",
-                "That is a score. The entry of P~ is its exponential."),
-        Mistake("torch.exp(s_ij.amax(-1, keepdim=True) - m_new) / 127",
-                "127 / torch.exp(s_ij.amax(-1, keepdim=True) - m_new)",
-                "The other way round: the integer 127 times s_P is the largest entry."),
-    ), right=(
-        ("torch.exp(s_ij.amax(-1, keepdim=True) - m_new)", "torch.exp(s_ij - m_new).amax(-1, keepdim=True)"),
-        ("/ 127", "* (1 / 127)"),
-    )),
-    "forward_tile": Gap(forward_tile, _states, (
-        Mistake("torch.maximum(m, s_ij.amax(-1, keepdim=True))", "s_ij.amax(-1, keepdim=True)", "m never falls."),
-        Mistake("torch.exp(m - m_new) * o", "torch.exp(m_new - m) * o", "O must shrink, not grow: as l does."),
-        Mistake("torch.exp(m - m_new) * o", "o", "O belongs to the old maximum: it shrinks as l does."),
-        Mistake("p = torch.exp(s_ij - m_new)", "p = torch.exp(s_ij - m)", "P~ is relative to the new maximum."),
-        Mistake("update_sum(l, m, m_new, p)", "update_sum(l, m, m_new, p_hat * s_p)",
-                "l is the sum of P~ before rounding."),
-        Mistake("torch.exp(m - m_new) * o + integer_matmul(p_hat, v_hat) * s_p * s_v",
-                "torch.exp(m - m_new) * (o + integer_matmul(p_hat, v_hat) * s_p * s_v)",
-                "The new tile belongs to m_new already: only the old O shrinks."),
-        Mistake("p = torch.exp(s_ij - m_new)", "p = torch.softmax(s_ij, -1)",
-                "softmax divides by the sum of this tile. P~ is e^(s - m_new) alone; the division by l comes last."),
-        Mistake("torch.round(p / s_p", "(p / s_p", "A cast alone cuts towards zero: round first."),
-        Mistake("p / s_p.clamp(min=torch.finfo(s_p.dtype).tiny)", "127 * p",
-                "Divide by s_p of each query. 127 P~, or psi of the whole tile, is the constant 1/127."),
-        Mistake("torch.exp(m - m_new) * o + ", "", "The output of the earlier tiles is forgotten."),
-        Mistake(".clamp(min=torch.finfo(s_p.dtype).tiny)", "",
-                "0 / 0 is NaN, where a whole tile is far below m. Keep the divisor above zero: s_p.clamp(min=...)."),
-    ), watched, right=(
-        ("integer_matmul(p_hat, v_hat) * s_p * s_v", "integer_matmul(p_hat, v_hat) * (s_p * s_v)"),
-        ("s_p = scale_of_p(s_ij, m_new)", "s_p = p.amax(-1, keepdim=True) / 127"),
-    )),
-    "query_tile": Gap(query_tile, _whole_rows, (
-        Mistake("-math.inf", "0.0", "m starts below every score that can come: at minus infinity."),
-        Mistake("full_like(q_i[:, :1]", "full_like(q_i", "m has one number per query: the shape of q_i[:, :1]."),
-        Mistake("m + torch.log(l)", "m + l", "L = m + log l."),
-        Mistake("m + torch.log(l)", "l", "L is a logarithm: m + log l."),
-        Mistake("m + torch.log(l)", "torch.log(m + l)", "Take the logarithm of l alone, then add m."),
-    ), right=(
-        ("m + torch.log(l)", "l.log().add_(m)"),
-        ("torch.full_like(q_i[:, :1], -math.inf)", "q_i.new_full((len(q_i), 1), -math.inf)"),
-    )),
-}  # fmt: skip
+GAPS = with_mistakes(
+    __file__,
+    {
+        "score_tile": Gap(score_tile, _scores_to_multiply, run=watched),
+        "update_sum": Gap(update_sum, _sums_to_update),
+        "scale_of_p": Gap(scale_of_p, _scores_and_maxima),
+        "forward_tile": Gap(forward_tile, _states, run=watched),
+        "query_tile": Gap(query_tile, _whole_rows),
+    },
+)

@@ -14,7 +14,8 @@ from sage_kernels.common.device import triton_device
 from sage_kernels.common.tiles import LOG2_E, softmax_features
 from torch import Tensor
 
-from sage_course.gaps import Gap, Mistake
+from sage_course.gaps import Gap
+from sage_course.lessons import with_mistakes
 
 if not torch.cuda.is_available():
     import sage_kernels.common.interpreter  # noqa: F401
@@ -251,100 +252,14 @@ def _backward() -> list[tuple]:
     return [(q, k, v, do, log_sum_exp, do[:, 0].float(), table, count)]
 
 
-GAPS = {
-    "list_row": Gap(list_row, _masks, (
-        Mistake("tl.cumsum(selected, 0) - 1", "tl.cumsum(selected, 0)", "The first selected block has place 0."),
-        Mistake("mask=selected != 0", "mask=column < columns",
-                "Blocks that are not selected are stored, too, in the place of the selected one before them."),
-        Mistake("mask=selected != 0", "mask=selected == 0", "These are the blocks that are not selected."),
-        Mistake("row * columns + place", "row * WIDTH + place",
-                "WIDTH is rounded up to a power of two. A line of the table has `columns` numbers."),
-        Mistake("mask=selected != 0", "mask=selected", "A mask holds bools: selected != 0."),
-        Mistake("tl.cumsum(selected, 0) - 1", "tl.sum(selected, 0) - 1",
-                "That is one place for all. A running sum, tl.cumsum, gives each selected block its own."),
-        Mistake("tl.cumsum(selected, 0) - 1", "column",
-                "A list has no gaps: a block's place is how many selected ones stand before it."),
-        Mistake("place, column, mask=selected != 0", "place, column * selected, mask=place >= 0",
-                "Store selected blocks only."),
-        Mistake("tl.sum(selected, 0))", "tl.max(place, 0))", "Places begin at 0: the last one is the count minus one."),
-        Mistake("tl.sum(selected, 0))", "columns)", "count says how many are selected, not how many there are."),
-        Mistake("place, column,", "place, selected,", "The table holds the blocks' numbers."),
-    ), run_list_row, right=(
-        ("mask=selected != 0", "mask=selected > 0"),
-    )),
-    "sparse": Gap(sparse, _listed, (
-        Mistake("tl.load(count_ptr + i)", "width", "After `count` entries a line holds no blocks: end the loop there."),
-        Mistake("tl.load(table_ptr + i * width + place)", "place",
-                "That visits the first blocks. The table says which: a place in the list is not a block's number."),
-        Mistake("tl.load(count_ptr + i)", "tl.load(count_ptr)", "Every line has its own count: count[i]."),
-        Mistake("i * width + place", "i + place", "Line i begins i * width numbers behind the table's beginning."),
-        Mistake("m + tl.math.log2(l)", "m + tl.log(l)", "m and l are in base 2 here, so L is, too: log2."),
-        Mistake("table_ptr + i * width + place", "table_ptr + place", "Program i reads line i of the table."),
-    ), run_sparse, right=(
-        ("m + tl.math.log2(l)", "tl.log2(l) + m"),
-    )),
-    "key_sums": Gap(key_sums, lambda: [tuple(_head(3)[1:])], (
-        Mistake("tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)", "softmax_features(k_j, D, D)",
-                "A key that doesn't exist was loaded as zeros, and phi(0) is 1 / D, not 0."),
-        Mistake("tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)",
-                "softmax_features(tl.where(key[:, None] < n, k_j, -float('inf')), D, D)",
-                "A softmax over nothing but -infinity is 0 / 0. Put the zeros in after it."),
-        Mistake("softmax_features(k_j, D, D)", "tl.softmax(k_j)",
-                "This runs over the keys, axis 0. softmax_features runs over the features of one."),
-        Mistake("tl.sum(phi_k, 0)", "tl.sum(tl.dot(tl.trans(phi_k), v_j), 1)",
-                "V has no part in z_j: it sums phi(K_j)."),
-        Mistake("tl.dot(tl.trans(phi_k), v_j)", "tl.dot(tl.trans(v_j), phi_k)", "That is h_j transposed."),
-        Mistake("tl.sum(phi_k, 0)", "tl.sum(v_j, 0)", "z_j sums phi(K_j): it becomes the weights' sum."),
-    ), run_key_sums, right=(
-        ("tl.sum(phi_k, 0)", "tl.sum(phi_k, axis=0)"),
-    )),
-    "mixed_output": Gap(mixed_output, _to_mix, (
-        Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "z_i[None, :]",
-                "Z_i has a number per feature. Divide by phi(Q_i) Z_i: a number per query."),
-        Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(phi_q * z_i[None, :], 0)[None, :]",
-                "Sum over features, axis 1: a number per query."),
-        Mistake("tl.sum(phi_q * z_i[None, :], 1)[:, None]", "tl.sum(z_i, 0)", "Each query has its own phi(Q_i) Z_i."),
-        Mistake("alpha_i * o_s + (1 - alpha_i) * o_l", "(1 - alpha_i) * o_s + alpha_i * o_l",
-                "alpha is the weight of O_s."),
-    ), run_mixed, right=(
-        ("alpha_i * o_s + (1 - alpha_i) * o_l", "o_l + alpha_i * (o_s - o_l)"),
-    )),
-    "bytes_read": Gap(bytes_read, lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)], (
-        Mistake("2 * 2 * block_kv * d", "2 * block_kv * d", "Both are read: keys and values."),
-        Mistake("2 * d * (d + 1)", "4 * d * (d + 1)", "Everything has 16 bit, h_j too: two bytes for a number."),
-        Mistake("2 * block_q * d, ", "0, ", "Q_i is read, too, once."),
-        Mistake("+ selected * k_j_and_v_j + unselected", "+ (selected + unselected) * k_j_and_v_j + unselected",
-                "Only h_j and z_j are read of a block that is not selected."),
-        Mistake("2 * d * (d + 1)", "2 * d * d", "z_j is read, too: d numbers more."),
-        Mistake("q_i + selected * k_j_and_v_j + h_and_z", "q_i + selected * k_j_and_v_j",
-                "By list, the program also reads one H_i and Z_i, which were summed before."),
-        Mistake("+ selected * k_j_and_v_j + unselected * h_and_z", "+ unselected * h_and_z",
-                "As printed, the selected blocks still go through softmax attention."),
-        Mistake("2 * block_q * d, 2 * 2 * block_kv * d, 2 * d * (d + 1)", "block_q * d, 2 * block_kv * d, d * (d + 1)",
-                "A number of 16 bits has two bytes."),
-    ), right=(
-        ("q_i + (selected + unselected) * k_j_and_v_j", "q_i + k_j_and_v_j * selected + k_j_and_v_j * unselected"),
-    )),
-    "sparse_dk_dv": Gap(sparse_dk_dv, _backward, (
-        Mistake("tl.load(table_ptr + j * width + place)", "place",
-                "That visits the first query blocks. Look them up: who selected j?"),
-        Mistake("tl.load(count_ptr + j)", "width", "After `count` entries a line holds no blocks: end the loop there."),
-        Mistake("do_i, dv_j)", "do_i)", "dV_j is a sum over all query blocks that selected j."),
-        Mistake("do_i, dv_j)\n        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])\n"
-                "        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i, dk_j)",
-                "do_i)\n        dst_ij = pt_ij * (tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])\n"
-                "        dk_j = tl.dot(dst_ij.to(q_i.dtype), q_i)",
-                "dK_j and dV_j are sums over all query blocks that selected j: add to what is there."),
-        Mistake("pt_ij.to(do_i.dtype), do_i", "tl.trans(pt_ij.to(do_i.dtype)), do_i",
-                "pt_ij and dst_ij are transposed already: dV = P^T dO, dP^T = V dO^T, dK = dS^T Q."),
-        Mistake("tl.dot(v_j, tl.trans(do_i))", "tl.dot(do_i, tl.trans(v_j))",
-                "Everything is transposed: dP^T = V dO^T, [keys, queries]."),
-        Mistake("pt_ij.to(do_i.dtype), do_i", "pt_ij, do_i",
-                "tl.dot needs one dtype: convert P to that of dO, and dS to that of Q."),
-        Mistake("(tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :])", "tl.dot(v_j, tl.trans(do_i)) - delta_i[None, :]",
-                "dS = P (dP - delta): first subtract, then multiply."),
-        Mistake("j * width + place", "j + place", "Line j begins j * width numbers behind the table's beginning."),
-    ), run_dk_dv, right=(
-        ("* (c * LOG2_E)", "* c * LOG2_E"),
-    )),
-}  # fmt: skip
+GAPS = with_mistakes(
+    __file__,
+    {
+        "list_row": Gap(list_row, _masks, run=run_list_row),
+        "sparse": Gap(sparse, _listed, run=run_sparse),
+        "key_sums": Gap(key_sums, lambda: [tuple(_head(3)[1:])], run=run_key_sums),
+        "mixed_output": Gap(mixed_output, _to_mix, run=run_mixed),
+        "bytes_read": Gap(bytes_read, lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)]),
+        "sparse_dk_dv": Gap(sparse_dk_dv, _backward, run=run_dk_dv),
+    },
+)
