@@ -7,8 +7,12 @@ import os
 import sys
 
 # `python -m` finds modules in the current folder first. If that is a submission, its json.py must not become ours.
-_HERE = os.path.realpath(".") == os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-if sys.path and not _HERE and not sys.flags.safe_path and os.path.realpath(sys.path[0] or ".") == os.path.realpath("."):
+_REPOSITORY = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+try:
+    _CURRENT = os.path.realpath(".")
+except FileNotFoundError:  # it was deleted: nothing can be found there
+    _CURRENT = _REPOSITORY
+if sys.path and not sys.flags.safe_path and os.path.realpath(sys.path[0] or _CURRENT) == _CURRENT != _REPOSITORY:
     del sys.path[0]
 
 import re  # noqa: E402

@@ -4,42 +4,39 @@ import ast
 import functools
 import inspect
 import os
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from sage_course.gaps import Difference, Mistake, defined, difference, edited, have_the_same_parts
-from sage_lab.climb.observe import observe
+from sage_lab.capstones.observe import observe
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from exercises import ROOT, exercise_names
 from exercises.handing_in import VISIBLE_SEED
 from exercises.perform import perform
 from exercises.stubs import stub_of
-from exercises.task import Call, Draw, Test, agreement, capstone
-from exercises.worker import load
+from exercises.task import Call, Draw, Test, agreement
+from exercises.worker import TEXT_LIMIT, define
 
-
-class Correct(NamedTuple):
-    """Functions of the master that take the place of a submission's, and the code that defines them."""
-
-    names: tuple[str, ...]
-    source: str
+Outcome = dict[str, Any]  # what comes of a call, by `perform` or `observe`
+Error = str  # what comes of it instead: it never counts as right
+NONE = "there is None where a result or a gradient should be"
 
 
 class Exercise:
     """One exercise: its tests, and what the master gives, perhaps with mistakes made."""
 
-    capstone = ""  # its name in `sage_lab.climb.trials`, if it is one
-
     def __init__(self, name: str):
         if name not in exercise_names():
             raise ValueError(f"name: expected one of {exercise_names()}, got {name!r}")
         self.name = name
-        self.master = (ROOT / name / "master.py").read_text(encoding="utf-8")
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
-        task = load(f"task_{name}", ROOT / name / "task.py").task
+        self.master = read_source(name, "master")
+        task = define(f"task_{name}", read_source(name, "task").encode(), f"{name}/task.py").task
         self.tests, self.mistakes, self.triton = tuple(task.tests), task.mistakes, task.triton
         self.capstone = task.capstone
         self.stub = stub_of(self.master, f"{name}/master.py")[0]
@@ -49,12 +46,19 @@ class Exercise:
     def points(self) -> float:
         return sum(test.points for test in self.tests)
 
+    @property
+    def device(self) -> str:
+        return "cuda" if self.triton and torch.cuda.is_available() else "cpu"
+
     def calls(self, test: Test, seed: Any) -> list[Call]:
         """Return the calls that a test makes on this seed."""
         return list(test.calls(Draw(seed, self.name, test.name)))
 
-    def observed(self, test: Test, seed: Any, mistakes: Sequence[Mistake] = ()) -> list[dict[str, Any]]:
-        """Return what the master gives in each call of a test, with these mistakes made."""
+    def expected(self, test: Test, seed: Any, mistakes: Sequence[Mistake] = ()) -> list[Outcome | Error]:
+        """Return what the master gives in each call of a test, with these mistakes made.
+
+        ValueError or SyntaxError if the mistakes can't be made together.
+        """
         key = test.name, seed, tuple(mistakes)
         if key not in self.given:
             functions, run = self.functions(tuple(mistakes)), attempt if mistakes else make
@@ -71,141 +75,109 @@ class Exercise:
         """Return the name of a function's argument."""
         return list(inspect.signature(self.functions()[function]).parameters)[number]
 
-    def correct(self, function: str) -> Correct | None:
-        """Return what a function uses of the others, as the master has it."""
-        body = ast.parse(self.master).body
-        nodes = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
-        tested = {call.function for test in self.tests for call in self.calls(test, VISIBLE_SEED)}
+    def used(self, function: str) -> set[str]:
+        """Return the functions with tests of their own that the master's function uses."""
+        nodes = {node.name: node for node in ast.parse(self.master).body if isinstance(node, ast.FunctionDef)}
         used, front = set(), {function}
         while front:
             words = {x.id for name in front for x in ast.walk(nodes[name]) if isinstance(x, ast.Name)}
             front = (words & nodes.keys()) - used
             used |= front
-        names = tuple(sorted((used & tested) - {function}))
-        # The submission must not meet the rest of the solution.
-        kept = [node for node in body if getattr(node, "name", None) not in tested - set(names)]
-        return Correct(names, ast.unparse(ast.Module(kept, []))) if names else None
+        return (used & self.tested) - {function}
+
+    @property
+    def tested(self) -> set[str]:
+        return {call.function for test in self.tests for call in self.calls(test, VISIBLE_SEED)}
+
+    def with_correct(self, source: bytes, names: set[str]) -> bytes:
+        """Return a submission with the master's functions of these names in the place of its own."""
+        others = self.tested - names
+        kept = [node for node in ast.parse(self.master).body if getattr(node, "name", None) not in others]
+        return source + b"\n\n" + ast.unparse(ast.Module(kept, [])).encode("ascii", "backslashreplace")
 
 
-class Recorded(Exercise):
-    """An exercise without its master, as students have it: what that gives on the visible inputs was recorded."""
-
-    def __init__(self, name: str):
-        self.name, self.stub = name, ""
-        content = torch.load(ROOT / name / "answers.pt", weights_only=True)
-        self.triton, self.parameters = content["triton"], content["parameters"]
-        self.mistakes = tuple(Mistake(str(number), "", hint) for number, hint in enumerate(content["hints"]))
-        self.tests = tuple(Test(calls=None, **test["facts"]) for test in content["tests"])
-        self.answers = {test["facts"]["name"]: test for test in content["tests"]}
-        self.capstone = content["capstone"]
-        if self.capstone:  # its trials need no master
-            self.tests = tuple(capstone(self.capstone).tests)
-
-    @classmethod
-    def content(cls, exercise: Exercise) -> dict[str, Any]:
-        """Return what `torch.save` writes to answers.pt."""
-        tests, seed = [], VISIBLE_SEED
-        for test in () if exercise.capstone else exercise.tests:
-            expected = exercise.observed(test, seed)
-            given = {number: exercise.observed(test, seed, [x]) for number, x in enumerate(exercise.mistakes)}
-            differ = {
-                number: x for number, x in given.items() if any(map(functools.partial(wrong_part, test), x, expected))
-            }
-            facts = {key: value for key, value in test._asdict().items() if key != "calls"}
-            calls = [tuple(call) for call in exercise.calls(test, seed)]
-            tests.append({"facts": facts, "calls": calls, "expected": expected, "mistakes": differ})
-        functions = {name: exercise.functions()[name] for name in {call[0] for test in tests for call in test["calls"]}}
-        parameters = {name: list(inspect.signature(function).parameters) for name, function in functions.items()}
-        hints = [mistake.hint for mistake in exercise.mistakes if not exercise.capstone]
-        facts = {"triton": exercise.triton, "capstone": exercise.capstone}
-        return facts | {"parameters": parameters, "hints": hints, "tests": tests}
-
-    def calls(self, test: Test, seed: Any) -> list[Call]:
-        if self.capstone:
-            return super().calls(test, seed)
-        return [Call(*call) for call in self.answers[test.name]["calls"]]
-
-    def observed(self, test: Test, seed: Any, mistakes: Sequence[Mistake] = ()) -> list[dict[str, Any]]:
-        if not mistakes:
-            return self.answers[test.name]["expected"]
-        if len(mistakes) > 1:
-            raise ValueError("mistakes: expected one, since none was recorded together with another")
-        return self.answers[test.name]["mistakes"].get(int(mistakes[0].old), self.answers[test.name]["expected"])
-
-    def parameter(self, function: str, number: int) -> str:
-        return self.parameters[function][number]
-
-    def correct(self, function: str) -> None:
-        return None
+load_exercise = functools.cache(Exercise)  # a class is graded with what the master has given once
 
 
-def make(function: Any, call: Call) -> dict[str, Any]:
+def read_source(name: str, file: str) -> str:
+    """Return an exercise's master or task. Students have it packed, so that nobody reads it by accident."""
+    plain = ROOT / name / f"{file}.py"
+    packed = plain.with_suffix(".z")
+    return (zlib.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()).decode()
+
+
+def make(function: Any, call: Call) -> Outcome:
     """Make a call of the master's function, or of one with a mistake."""
     if call.judge:
         return observe(function, *call.arguments, call.layouts)
-    copies = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in call.arguments)
-    return perform(function, copies, call.outputs, call.upstream)
+    copies = tuple(x.clone() if isinstance(x, Tensor) else x for x in call.arguments)
+    outcome = perform(function, copies, call.outputs, call.upstream)
+    if holds_none(outcome):
+        raise ValueError(NONE)
+    return outcome
 
 
-def attempt(function: Any, call: Call) -> dict[str, Any]:
+def holds_none(outcome: Outcome) -> bool:
+    """Return whether something is missing of what is compared: a result, a part of it or a gradient."""
+    return any(x is None for x in tree_leaves(what_counts(outcome, outcome)))
+
+
+def attempt(function: Any, call: Call) -> Outcome | Error:
     """Do the same; what it raises is returned as a submission's process would say it."""
     try:
         return make(function, call)
     except Exception as error:
         while error.__cause__ is not None:
             error = error.__cause__
-        return {"raised": f"{type(error).__name__}: {error}"[:300]}
-
-
-def load_exercise(name: str) -> Exercise:
-    """Return an exercise with its master, or what is recorded of it in students' packages."""
-    return Recorded(name) if (ROOT / name / "answers.pt").exists() else Exercise(name)
+        return " ".join(f"{type(error).__name__}: {error}"[:TEXT_LIMIT].split())
 
 
 class Wrong(NamedTuple):
     """What of a call's outcome is wrong, and how, in words."""
 
-    kind: str  # raised, launched, changed, form, value, spoiled, undefined
+    kind: str  # launched, changed, form, value, spoiled, undefined
     words: str = ""
 
 
-def wrong_part(test: Test, found: dict, expected: dict, paid: frozenset[str] = frozenset()) -> Wrong | None:
+def wrong_part(
+    test: Test, found: Outcome, expected: Outcome | Error, paid: frozenset[str] = frozenset()
+) -> Wrong | None:
     """Return what is wrong with a call's outcome, None if nothing is.
 
-    found: a submission's process may have answered anything. paid: kinds that have cost their points before.
-    """
-    if "raised" in found or "raised" in expected:
-        said = found.get("raised", "no error")
-        is_same = isinstance(said, str) and said == expected.get("raised")  # no error equals no result
-        return None if is_same else Wrong("raised", f"found {said}")
-    if expected["launched"] and found.get("launched") is not True:
-        return Wrong("launched")
-    if "changed" not in paid and repr(found.get("changed")) != repr(expected["changed"]):
-        return Wrong("changed")
+    The expected outcome says what is compared. An error, None or what is missing is never right, whatever is expected.
 
-    x, y = what_counts(found, expected), what_counts(expected, expected)
+    Args:
+        test: Says how results are compared.
+        found: What a submission's process has answered, in the form of an outcome, with any values.
+        expected: What the master gives, perhaps with a mistake made.
+        paid: The kinds that have cost their points before.
+    """
+    if not isinstance(expected, dict):
+        return Wrong("form")
+    if expected["launched"] and found["launched"] is not True:
+        return Wrong("launched")
+    if "changed" not in paid and found["changed"] != expected["changed"]:
+        return Wrong("changed")
+    x, y = (what_counts(outcome, expected) for outcome in (found, expected))
     if test.parts is not None:
         if not have_the_same_parts(x, y):
-            return Wrong("form", words(difference(x, y)))
+            return Wrong("form", in_a_line(difference(x, y)))
         x, y = ([result[part] for part in test.parts] for result in (x, y))
         x, y = (x[0], y[0]) if len(y) == 1 else (x, y)
     if test.listed:
         if form := difference(x, y, agree=agreement("form"), same_dtype=True):
-            return Wrong("form", words(form))
+            return Wrong("form", in_a_line(form))
         x, y = (without_the_rest(*result) for result in (x, y))
     if wrong := difference(x, y, agree=agreement(test.agree), same_dtype=True):
-        return Wrong("form" if wrong.is_form else "value", words(wrong))
-
-    for flag in ("spoiled", "undefined"):
-        if flag not in paid and found.get(flag) is not expected[flag]:
-            return Wrong(flag)
-    return None
+        return Wrong("form" if wrong.is_form else "value", in_a_line(wrong))
+    flags = [flag for flag in ("spoiled", "undefined") if flag not in paid and found[flag] is not expected[flag]]
+    return Wrong(flags[0]) if flags else None
 
 
-def what_counts(outcome: dict, expected: dict) -> Any:
+def what_counts(outcome: Outcome, expected: Outcome) -> Any:
     """Return an outcome's result, or what a kernel wrote, with the gradients if there are any."""
-    value = outcome.get("outputs" if expected["outputs"] else "result")
-    return value if expected["gradients"] is None else (value, outcome.get("gradients"))
+    value = outcome["outputs" if expected["outputs"] else "result"]
+    return value if expected["gradients"] is None else (value, outcome["gradients"])
 
 
 def without_the_rest(numbers: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -213,5 +185,5 @@ def without_the_rest(numbers: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.masked_fill(torch.arange(numbers.shape[1]) >= counts[:, None], 0), counts
 
 
-def words(difference: Difference) -> str:
+def in_a_line(difference: Difference) -> str:
     return ", ".join(line.strip() for line in str(difference).splitlines())

@@ -6,34 +6,34 @@ from typing import Any
 
 from sage_course.gaps import Mistake
 
-from exercises import ROOT, stubs
-from exercises.answers import Exercise, attempt
-from exercises.grading import Judge, Sandboxes, grade
+from exercises import stubs
+from exercises.answers import Error, Exercise, attempt
+from exercises.grading import Judge, grade
 from exercises.grading import table as grading_table
 from exercises.handing_in import VISIBLE_SEED
+from exercises.isolation import Sandbox, SubmissionError
 
 SEEDS = (VISIBLE_SEED, "check.0", "check.1")
 
 
 def check(names: list[str], seeds: int = 1) -> Iterator[dict[str, Any]]:
     """Yield a report on each exercise."""
-    with Sandboxes() as sandboxes:
+    with Sandbox() as sandbox:
         for name in names:
-            yield check_exercise(name, sandboxes, seeds)
+            yield check_exercise(name, sandbox, seeds)
 
 
-def check_exercise(name: str, sandboxes: Sandboxes, seeds: int = 1) -> dict[str, Any]:
+def check_exercise(name: str, sandbox: Sandbox, seeds: int = 1) -> dict[str, Any]:
     """Return what is wrong with one exercise ("problems"), and the verdict on each mistake."""
     start = time.monotonic()
     exercise = Exercise(name)
     stub, solution = stubs.stub_of(exercise.master, f"{name}/master.py")
-    problems = page_problems(name)
-    problems += [f"the stub holds a line of the solution: {line.strip()}" for line in stubs.leaked(stub, solution)]
+    problems = [f"the stub holds a line of the solution: {line.strip()}" for line in stubs.leaked(stub, solution)]
     seeds_of_master = SEEDS[:2] if exercise.capstone else SEEDS  # a capstone makes twenty calls on each
-    result = grade(exercise, exercise.master.encode(), seeds_of_master, sandboxes)
+    result = grade(exercise, exercise.master.encode(), seeds_of_master, sandbox)
     if result.score != result.max_score:
         problems.append(f"the master doesn't pass:\n{grading_table(result)}\n{result.error or ''}")
-    result = grade(exercise, stub.encode(), SEEDS, sandboxes)
+    result = grade(exercise, stub.encode(), SEEDS, sandbox)
     if result.score != 0 or not any("not written yet" in test.feedback for test in result.tests):
         problems.append(f"the stub should earn 0 and say what is not written yet:\n{grading_table(result)}")
     for seed in (VISIBLE_SEED, *map(str, range(1, seeds))):
@@ -53,8 +53,11 @@ class Made:
     def __init__(self, exercise: Exercise, mistake: Any):
         self.functions = exercise.functions((mistake,))
 
-    def call(self, call: Any, correct: Any = None) -> dict[str, Any]:
-        return attempt(self.functions[call.function], call)
+    def call(self, call: Any) -> dict[str, Any]:
+        outcome = attempt(self.functions[call.function], call)
+        if isinstance(outcome, Error):
+            raise SubmissionError("raised an error", raised=outcome)
+        return outcome
 
 
 def judged(exercise: Exercise, mistake: Mistake, seed: Any) -> tuple[str, str]:
@@ -70,21 +73,6 @@ def judged(exercise: Exercise, mistake: Mistake, seed: Any) -> tuple[str, str]:
         if result.status == "failed":
             return mistake.hint or test.hint, result.hint
     return mistake.hint, "no test that fails"
-
-
-def page_problems(name: str) -> list[str]:
-    """Return what the student's page, README.md, lacks."""
-    page, header = (ROOT / name / "README.md").read_text(encoding="utf-8"), stubs.header_of(name)
-    command = f"python -m exercises grade {name}"
-    problems = [f"README.md: expected {command!r} somewhere"] if command not in page else []
-    if not page.startswith(f"# {name[:2]} "):
-        problems.append(f"README.md: expected a first line '# {name[:2]} Title', got {page.partition(chr(10))[0]!r}")
-    if "Afterwards you know" not in page or not header.title:
-        problems.append("README.md: expected what one knows afterwards; master.py: a title")
-    hints = page.count("<details>")
-    if hints < 2 or hints != page.count("</details>"):
-        problems.append(f"README.md: expected at least 2 hints, each in <details> ... </details>, found {hints}")
-    return problems
 
 
 def table(report: dict[str, Any]) -> str:

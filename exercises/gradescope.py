@@ -11,25 +11,27 @@ import posixpath
 import re
 import sys
 import zipfile
+import zlib
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-import torch
+from sage_lab.command_line import finish
 
 from exercises import ROOT, exercise_names
 from exercises.__main__ import write
-from exercises.answers import Exercise, Recorded
-from exercises.grading import ExerciseResult, Sandboxes, grade_folder, table
-from exercises.handing_in import seeds_of_grading
+from exercises.answers import Exercise
+from exercises.grading import ExerciseResult, grade_folder, table
+from exercises.handing_in import NO_HIDDEN, read_file, seeds_of_grading
+from exercises.isolation import Sandbox
 
 REPOSITORY = ROOT.parent
-ENGINE = [f"exercises/{path.name}" for path in ROOT.glob("*.py") if path.stem not in ("gradescope", "checking")]
+ENGINE = [f"exercises/{x.name}" for x in ROOT.glob("*.py") if x.stem not in ("gradescope", "checking", "classes")]
 SHARED = ["notebooks/sage_course/__init__.py", "notebooks/sage_course/gaps.py", "lab/sage_lab/__init__.py"]
-SHARED += [f"lab/sage_lab/climb/{name}.py" for name in ("__init__", "observe", "trials")]
+SHARED.append("lab/sage_lab/command_line.py")
+SHARED += [f"lab/sage_lab/capstones/{name}.py" for name in ("__init__", "observe", "trials")]
 PINNED = ("torch", "triton", "numpy")  # what grading needs, under constraints.txt
 PRIVATE = ("master.py", "task.py", "hidden_seeds.json", "weights.json")
-MEMORY = 4 * 2**30  # bytes that the grader itself may map beyond what it has at the start
 ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 
 SETUP = f"""#!/usr/bin/env bash
@@ -109,35 +111,37 @@ def grade_submission(submission: Path, destination: Path) -> int:
     grader has 0 points and says so; the others keep theirs.
     """
     destination.unlink(missing_ok=True)
-    limit_memory()
-    weights = json.loads((ROOT / "weights.json").read_text(encoding="utf-8"))
-    seeds, results = seeds_of_grading(), []
-    with Sandboxes() as sandboxes:
-        if len(seeds) > 1 and not sandboxes.walls:
+    names = exercise_names()
+    weights, seeds, error = read_weights(ROOT / "weights.json", names), seeds_of_grading(), None
+    with Sandbox() as sandbox:
+        if len(seeds) > 1 and not sandbox.walls:
             print("There is no score: hidden inputs need bubblewrap (bwrap), and it can't put up its walls here.")
             print("A package without hidden inputs doesn't: python -m exercises package DIR --visible")
             return 1
-        for name in exercise_names():
-            results.append(grade_folder(submission, name, seeds, sandboxes, alone=len(weights) == 1))
-            print(table(results[-1]))
-    print(*(x.error for x in results if x.error), sep="\n")
+        results = [grade_folder(submission, name, seeds, sandbox, alone=len(names) == 1) for name in names]
     try:
-        content = results_json(results, weights)
-    except ValueError as error:
+        write(destination, json.dumps(results_json(results, weights), indent=1), mode=0o600)
+    except ValueError as problem:
+        error = problem
+    print(*map(table, results), *(x.error for x in results if x.error), sep="\n")
+    if error is not None:
         print("THE GRADER BROKE; there is no score.", error, sep="\n")
-        return 1
-    write(destination, json.dumps(content, indent=1), mode=0o600)
-    return 0
+    return int(error is not None)
 
 
-def limit_memory() -> None:
-    """Limit the grader's own memory: whatever a submission answers, it ends as an error here and harms nobody else."""
-    import resource
-
-    mapped = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = mapped + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+def read_weights(path: Path, names: list[str]) -> dict[str, float]:
+    """Return what each exercise is worth. ValueError if the file doesn't say so for all of them."""
+    expected = f"{path}: expected a JSON object with a number above 0 for each of {', '.join(names)}"
+    try:
+        weights = json.loads(read_file(path))
+    except OSError as error:
+        raise ValueError(f"{expected}, got an error: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{expected}, got an error: {error}") from error
+    worth = weights.values() if isinstance(weights, dict) else ()
+    if set(names) != set(weights if worth else ()) or not all(type(x) in (int, float) and 0 < x < 1e6 for x in worth):
+        raise ValueError(f"{expected}, got {str(weights)[:200]}")
+    return weights
 
 
 def for_students(path: str, content: bytes, files: Container[str]) -> bytes:
@@ -159,7 +163,7 @@ def for_students(path: str, content: bytes, files: Container[str]) -> bytes:
 def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
     """Write autograder.zip, student.zip and hidden_seeds.json to a folder; the same input gives the same bytes.
 
-    Students get stubs, tasks and what the masters give on the visible inputs; the autograder gets the masters.
+    Students get stubs, and masters and tasks packed, so that nobody reads them by accident.
     """
     folder.mkdir(parents=True, exist_ok=True)
     exercises = {name: Exercise(name) for name in names}
@@ -169,7 +173,8 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
     student = {**engine, "README.md": STUDENT_README.replace("FIRST", names[0]).encode()}
     for name, exercise in exercises.items():
         student[f"exercises/{name}/exercise.py"] = exercise.stub.encode()
-        student[f"exercises/{name}/answers.pt"] = _saved(Recorded.content(exercise))
+        for file in ("master", "task"):
+            student[f"exercises/{name}/{file}.z"] = zlib.compress((ROOT / name / f"{file}.py").read_bytes(), 9)
     student = {path: for_students(path, text, student) for path, text in student.items()}
     autograder = {
         **engine,
@@ -179,18 +184,12 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
         "exercises/gradescope.py": (ROOT / "gradescope.py").read_bytes(),
         **{f"exercises/{name}/{x}": (ROOT / name / x).read_bytes() for name in names for x in ("master.py", "task.py")},
         "exercises/weights.json": json.dumps({name: x.points for name, x in exercises.items()}, indent=1).encode(),
-        "exercises/hidden_seeds.json": json.dumps(seeds).encode(),
+        "exercises/hidden_seeds.json": json.dumps(seeds or NO_HIDDEN).encode(),
     }
-    write(folder / "hidden_seeds.json", json.dumps(seeds) + "\n", mode=0o600)
+    write(folder / "hidden_seeds.json", json.dumps(seeds or NO_HIDDEN) + "\n", mode=0o600)
     write(folder / "autograder.zip", _zipped(autograder), mode=0o600)
     write(folder / "student.zip", _zipped(student))
     return [folder / name for name in ("hidden_seeds.json", "autograder.zip", "student.zip")]
-
-
-def _saved(content):
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
 
 
 def _zipped(files):
@@ -207,4 +206,4 @@ def _zipped(files):
 
 
 if __name__ == "__main__":
-    sys.exit(grade_submission(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(finish("the autograder", lambda: grade_submission(Path(sys.argv[1]), Path(sys.argv[2]))))

@@ -1,30 +1,29 @@
 """Grading: calls are made with the submission and with the master, and what comes is compared.
 
-Each test runs on the visible seed and then, in a fresh process, on hidden ones. It earns its points if it holds on all.
-A failed test shows one hint; on visible inputs also what was expected and found. A mistake costs its points once:
-further tests that give what the master with this mistake gives count as passed. An error in the master or in task.py is
-not the student's: the test is "broken" and the exercise has no score.
+Each test runs on the visible seed and then on hidden ones. It earns its points if it holds on all. A failed test shows
+one hint; on visible inputs also what was expected and found. A mistake costs its points once: further tests that give
+what the master with this mistake gives count as passed. An error in the master or in task.py is not the student's: the
+test is "broken" and the exercise has no score.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from sage_course.gaps import Mistake, compare
 
-from exercises.answers import Correct, Exercise, load_exercise, wrong_part
+from exercises.answers import NONE, Error, Exercise, Outcome, Wrong, holds_none, load_exercise, wrong_part
 from exercises.handing_in import FILE_LIMIT, VISIBLE_SEED, read_submission
-from exercises.isolation import DEFAULT_LIMITS, ChildError, Limits, Sandbox, SandboxError, have_walls
+from exercises.isolation import Sandbox, SandboxError, Submission, SubmissionError
 from exercises.task import NO_LAUNCH, Call, Test
 
 FEEDBACK_LIMIT = 500  # characters of one test's feedback
+RETURNED_NONE = "returned None, or something without a gradient: is there a `return`, and no `detach`?"
 CRASHED = "grading this exercise crashed twice; tell your instructor, who has the reason in the log"
 HINTS = {
     "launched": NO_LAUNCH,
@@ -78,80 +77,6 @@ class ExerciseResult:
         return {"exercise": self.exercise, **scores, "seconds": round(self.seconds), "tests": tests}
 
 
-class Sandboxes:
-    """The sandboxes of a grading, one for each phase, so that nothing of a later phase reaches an earlier one.
-
-    A context manager. Without walls there is one for all phases: nothing would be hidden anyway.
-    """
-
-    def __init__(self, limits: Limits = DEFAULT_LIMITS, walls: bool | None = None):
-        self.limits, self.walls = limits, have_walls() if walls is None else walls
-        self.started: dict[str, Sandbox] = {}
-
-    def __enter__(self) -> "Sandboxes":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for sandbox in self.started.values():
-            sandbox.close()
-
-    def of(self, phase: str) -> Sandbox:
-        """Return the sandbox of "visible", "hidden" or "corrected" runs."""
-        phase = phase if self.walls else "all"
-        sandbox = self.started.setdefault(phase, Sandbox(self.limits, self.walls))
-        sandbox.open()
-        return sandbox
-
-
-@contextlib.contextmanager
-def machinery() -> Iterator[None]:
-    """Tell errors of what runs submissions from errors of the master and of task.py."""
-    try:
-        yield
-    except Exception as error:
-        raise SandboxError(f"the process of a submission can't be handled: {error}") from error
-
-
-class Student:
-    """A submission in one phase; its process is started again after a crash. A context manager."""
-
-    def __init__(self, exercise: Exercise, source: bytes, sandbox: Sandbox):
-        self.source, self.sandbox = source, sandbox
-        self.device = "cuda" if exercise.triton and torch.cuda.is_available() else "cpu"
-        self.deadline = float("inf")  # until its process has started
-        self.child, self.printed, self.endless = None, "", None
-
-    def __enter__(self) -> "Student":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        child, self.child = self.child, None
-        if child is not None:
-            with machinery():
-                self.printed += child.printed()
-                child.close()
-
-    def call(self, call: Call, correct: Correct | None = None) -> dict[str, Any]:
-        """Return what the submission gives; "raised" if it is an error. ChildError if it gives nothing."""
-        if self.endless is not None:
-            raise self.endless
-        if time.monotonic() >= self.deadline:
-            raise ChildError("used up the time of the exercise")
-        if self.child is None:
-            with machinery():
-                self.child = self.sandbox.start(self.source)
-            self.deadline = min(self.deadline, time.monotonic() + self.sandbox.limits.exercise_seconds)
-        try:
-            return self.child.call(call, device=self.device, deadline=self.deadline, correct=correct)
-        except ChildError as error:
-            if error.fatal:
-                self.__exit__()
-            self.endless = error if error.endless else None
-            if error.raised:
-                return {"raised": error.raised, "said": str(error)}
-            raise
-
-
 class Judge:
     """Judges the tests of one submission, one after the other, and remembers the mistakes it has recognised."""
 
@@ -160,30 +85,31 @@ class Judge:
         self.made: list[Mistake] = []
         self.paid: frozenset[str] = frozenset()  # flags that have cost their points
 
-    def judge(
-        self, test: Test, seeds: Sequence[Any], student: Any, *, fixed: bool = False, corrected: bool = False
-    ) -> TestResult:
+    def judge(self, test: Test, seeds: Sequence[Any], submission: Any, *, fixed: bool = False) -> TestResult:
         """Return the result of one test on all seeds, up to the first that fails.
 
         Args:
             test: The test.
             seeds: What its inputs are drawn from.
-            student: Has a method `call`, as `Student` does.
+            submission: Has a method `call`, as `Submission` does.
             fixed: Whether only fixed hints are shown, no data and no word of the submission.
-            corrected: Whether correct functions take the place of those that the test's function uses.
         """
         note = ""
-        if self.exercise.capstone:
-            return self.tried(test, seeds, student, fixed)
         for seed in seeds:
-            calls, expected = self.exercise.calls(test, seed), self.exercise.observed(test, seed)
+            calls = self.exercise.calls(test, seed)
             try:
-                used = [self.exercise.correct(call.function) if corrected else None for call in calls]
-                found = [student.call(call, correct) for call, correct in zip(calls, used, strict=True)]
-            except ChildError as error:
-                said = error.shown if fixed else str(error)
-                return self.failed(test, f"{calls[0].function} {error.shown}", f"{calls[0].function} {said}", fixed)
-            differ = partial(wrong_part, test, paid=self.paid)
+                found = [submission.call(call) for call in calls]
+                if not self.exercise.capstone and any(map(holds_none, found)):
+                    raise SubmissionError(RETURNED_NONE, raised=f"ValueError: {NONE}")
+            except SubmissionError as error:
+                return self.without_an_answer(test, seed, calls[0].function, error, fixed)
+            if self.exercise.capstone:
+                verdicts = [call.judge(outcome) for call, outcome in zip(calls, found, strict=True)]
+                if wrong := next((verdict for verdict in verdicts if verdict.kind), None):
+                    said = f"{wrong.hint} ({wrong.found})" if wrong.found and not fixed else wrong.hint
+                    return failed(test, wrong.hint, said, fixed)
+                continue
+            expected, differ = self.exercise.expected(test, seed), partial(wrong_part, test, paid=self.paid)
             if same(found, expected, differ):
                 continue
             if self.made and same(found, self.given(test, seed, self.made), differ):
@@ -192,135 +118,106 @@ class Judge:
             report = compare(found, expected, self.exercise.mistakes, partial(self.given_beside, test, seed), differ)
             if report.mistake is not None:
                 self.made.append(report.mistake)
-            return self.verdict(test, calls[report.number], report, fixed)
+                hint = report.mistake.hint or test.hint
+            else:
+                hint = self.hint(test, calls[report.number], found[report.number], report.difference)
+            self.paid |= {report.difference.kind} & {"changed", "undefined"}
+            shown = report.difference.words if test.shows and not fixed else ""
+            return failed(test, hint, f"{hint} ({shown})" if shown else hint, fixed)
         return TestResult(test.name, test.points, "passed", note)
 
-    def tried(self, test, seeds, student, fixed):
-        """Return the result of a capstone's milestone: its calls up to the first that fails."""
-        for call in (call for seed in seeds for call in self.exercise.calls(test, seed)):
-            try:
-                found = student.call(call)
-            except ChildError as error:
-                said = error.shown if fixed else str(error)
-                return self.failed(test, f"{call.function} {error.shown}", f"{call.function} {said}", fixed)
-            if "raised" in found:
-                hint, said = f"{call.function} raised an error", f"{call.function} {found.get('said', found['raised'])}"
-                return self.failed(test, hint, "" if fixed else said, fixed)
-            if not observed_by_the_rules(found):
-                return self.failed(test, f"{call.function} returned something that can't be read", "", fixed)
-            verdict = call.judge(found)
-            if verdict.kind:
-                feedback = f"{verdict.hint} ({verdict.found})" if verdict.found and not fixed else ""
-                return self.failed(test, verdict.hint, feedback, fixed)
-        return TestResult(test.name, test.points, "passed")
+    def without_an_answer(
+        self, test: Test, seed: Any, function: str, error: SubmissionError, fixed: bool
+    ) -> TestResult:
+        """Return the result of a test in which a call gave nothing: the hint of the mistake that raises the same."""
+        mistakes = () if self.exercise.capstone or not error.raised else self.exercise.mistakes
+        for mistake in mistakes:
+            hint = mistake.hint or test.hint
+            if error.raised in self.given(test, seed, [mistake]):
+                return failed(test, hint, hint, fixed)
+        return failed(test, f"{function} {error.shown}", f"{function} {error.shown if fixed else error}", fixed)
 
-    def given(self, test, seed, mistakes):
+    def given(self, test: Test, seed: Any, mistakes: Sequence[Mistake]) -> list[Outcome | Error]:
         """Return what the master gives with these mistakes; nothing if they can't be made together."""
         try:
-            return self.exercise.observed(test, seed, mistakes)
+            return self.exercise.expected(test, seed, mistakes)
         except (ValueError, SyntaxError):
-            return ()
+            return []
 
-    def given_beside(self, test, seed, mistake):
+    def given_beside(self, test: Test, seed: Any, mistake: Mistake) -> list[Outcome | Error]:
         """Return what the master gives with a mistake, beside those made before if they can be made together."""
-        both = self.given(test, seed, [*self.made, mistake]) if self.made and mistake not in self.made else ()
+        both = self.given(test, seed, [*self.made, mistake]) if self.made and mistake not in self.made else []
         return both or self.given(test, seed, [mistake])
 
-    def verdict(self, test, call, report, fixed):
-        """Return the result of a test that failed: the mistake's hint, or else one for the kind of what is wrong."""
-        found, (kind, data), mistake = report.found[report.number], report.difference, report.mistake
-        if mistake is not None:
-            hint = mistake.hint or test.hint
-        elif kind == "raised" and "raised" in found:
-            said = f"{call.function} {found.get('said', 'raised an error')}"
-            return self.failed(test, f"{call.function} raised an error", said if not fixed else "", fixed)
-        elif kind == "changed":
-            changed = found["changed"] if isinstance(found.get("changed"), tuple) else ()
-            numbers = [x for x in changed if type(x) is int and 0 <= x < len(call.arguments)]
+    def hint(self, test: Test, call: Call, found: Outcome, wrong: Wrong) -> str:
+        """Return the hint for what no known mistake explains."""
+        if wrong.kind == "changed":
+            numbers = [x for x in found["changed"] if type(x) is int and 0 <= x < len(call.arguments)]
             names = " and ".join(self.exercise.parameter(call.function, x) for x in numbers) or "its arguments"
-            hint = f"{call.function} overwrites {names}, which its caller still needs. Work on a copy."
-        elif kind == "form" and found.get("result") is None and not call.outputs:
-            hint = f"{call.function} returned None: is there a `return`?"
-        else:
-            hint = HINTS.get(kind, test.hint)
-        self.paid |= {kind} & {"changed", "undefined"}
-        return self.failed(test, hint, f"{hint} ({data})" if data and test.shows and not fixed else "", fixed)
-
-    def failed(self, test, hint, feedback, fixed):
-        feedback = " ".join((feedback or hint).split())[:FEEDBACK_LIMIT] + (" (on hidden inputs)" if fixed else "")
-        return TestResult(test.name, test.points, "failed", feedback, hint)
+            return f"{call.function} overwrites {names}, which its caller still needs. Work on a copy."
+        return HINTS.get(wrong.kind, test.hint)
 
 
-def same(found: Sequence[dict], expected: Sequence[dict], differ: Callable) -> bool:
-    """Whether as many calls gave the same."""
+def same(found: Sequence[Outcome], expected: Sequence[Outcome | Error], differ: Callable) -> bool:
+    """Return whether as many calls gave the same."""
     return len(found) == len(expected) and all(differ(*pair) is None for pair in zip(found, expected, strict=True))
 
 
-def observed_by_the_rules(found: dict[str, Any]) -> bool:
-    """Return whether an answer has the form of what `sage_lab.climb.observe` returns: a submission may forge it."""
-    listed, said = ("changed", "copied", "dots"), ("outside", "given", "jump")
-    kinds = {"launched": bool, "undefined": bool} | dict.fromkeys(said, str) | dict.fromkeys(listed, tuple)
-    formed = "result" in found and all(type(found.get(name)) is kind for name, kind in kinds.items())
-    return formed and all(type(word) is str for name in listed for word in found[name])
+def failed(test: Test, hint: str, feedback: str, fixed: bool) -> TestResult:
+    feedback = " ".join(feedback.split())[:FEEDBACK_LIMIT] + (" (on hidden inputs)" if fixed else "")
+    return TestResult(test.name, test.points, "failed", feedback, hint)
 
 
-def grade(exercise: Exercise, source: bytes | None, seeds: Sequence[Any], sandboxes: Sandboxes) -> ExerciseResult:
-    """Grade one submission on all seeds, the visible one first. source None: nothing was handed in."""
-    start, printed = time.monotonic(), ""
-    if source is not None and len(source) > FILE_LIMIT:
+def grade(exercise: Exercise, source: bytes, seeds: Sequence[Any], sandbox: Sandbox) -> ExerciseResult:
+    """Grade one submission on all seeds, the visible one first."""
+    start = time.monotonic()
+    if len(source) > FILE_LIMIT:
         return unable(exercise, "exercise.py is larger than 1 MiB")
     if exercise.triton and importlib.util.find_spec("triton") is None:
         return unable(exercise, "needs Triton: Linux, or WSL on Windows", "skipped")
     hidden = [seed for seed in seeds if seed != VISIBLE_SEED]
-    if hidden:
-        sandboxes.of("hidden")  # it loads torch meanwhile
     try:
         judge = Judge(exercise)
-        with Student(exercise, source, sandboxes.of("visible")) as student:
-            results = [judge.judge(test, [VISIBLE_SEED], student) for test in exercise.tests]
-        printed = student.printed
-        if hidden and any(result.status == "passed" for result in results):
-            with Student(exercise, source, sandboxes.of("hidden")) as student:
-                for number, test in enumerate(exercise.tests):
-                    if results[number].status == "passed":
-                        result = judge.judge(test, hidden, student, fixed=True)
-                        results[number] = results[number] if result.status == "passed" else result
-        if student.endless is None:
-            results = with_correct_functions(exercise, source, seeds, sandboxes, results)
+        with Submission(source, sandbox, exercise.device) as submission:
+            # Feedback on visible inputs comes before the process has seen any hidden one.
+            results = [judge.judge(test, [VISIBLE_SEED], submission) for test in exercise.tests]
+            for number, test in enumerate(exercise.tests):
+                if hidden and results[number].status == "passed":
+                    result = judge.judge(test, hidden, submission, fixed=True)
+                    results[number] = results[number] if result.status == "passed" else result
+        if submission.not_imported is None:
+            results = with_correct_functions(exercise, source, seeds, sandbox, results)
     except SandboxError:
         raise
     except Exception as error:
         return unable(exercise, "the grader broke", "broken", "".join(traceback.format_exception(error)))
-    return ExerciseResult(exercise.name, results, time.monotonic() - start, printed)
+    return ExerciseResult(exercise.name, results, time.monotonic() - start, submission.printed)
 
 
 def with_correct_functions(
-    exercise: Exercise, source: bytes, seeds: Sequence[Any], sandboxes: Sandboxes, results: list[TestResult]
+    exercise: Exercise, source: bytes, seeds: Sequence[Any], sandbox: Sandbox, results: list[TestResult]
 ) -> list[TestResult]:
-    """Grade tests again whose function uses others that are wrong, with correct ones in their place.
-
-    That is done in a process of its own, and only fixed hints come of it: a submission could show the correct code.
-    """
-    if exercise.capstone:  # one function
+    """Grade tests again whose function uses others that are wrong, with correct ones in their place."""
+    failing = [number for number, result in enumerate(results) if result.status == "failed"]
+    if exercise.capstone or not failing:  # a capstone is one function
         return results
-    calls = {test.name: {call.function for call in exercise.calls(test, VISIBLE_SEED)} for test in exercise.tests}
-    failed = [test.name for test, result in zip(exercise.tests, results, strict=True) if result.status == "failed"]
-    wrong, after = {function for name in failed for function in calls[name]}, list(results)
-    for number, (test, result) in enumerate(zip(exercise.tests, results, strict=True)):
-        if result.status != "failed":
-            continue
-        used = {name for x in calls[test.name] if (correct := exercise.correct(x)) for name in correct.names}
-        if replaced := sorted(used & wrong):
-            with Student(exercise, source, sandboxes.of("corrected")) as student:
-                again = Judge(exercise).judge(test, seeds, student, fixed=True, corrected=True)
-            if again.status == "passed" or again.hint != result.hint:
-                note = f"(with a correct {' and '.join(replaced)} in the place of yours)"
+    tests, after = exercise.tests, list(results)
+    calls = {x: {call.function for call in exercise.calls(tests[x], VISIBLE_SEED)} for x in failing}
+    wrong = set().union(*calls.values())
+    for number in failing:
+        test, before = tests[number], results[number]
+        used = set().union(*map(exercise.used, calls[number]))
+        if used & wrong:
+            with Submission(exercise.with_correct(source, used), sandbox, exercise.device) as submission:
+                again = Judge(exercise).judge(test, seeds, submission, fixed=True)
+            if again.status == "passed" or again.hint != before.hint:
+                note = f"(with a correct {' and '.join(sorted(used & wrong))} in the place of yours)"
                 after[number] = dataclasses.replace(again, feedback=f"{again.hint} {note}".strip())
                 continue
-        causes = [name for name in failed[: failed.index(test.name)] if calls[name] & calls[test.name]]
-        if causes and result.hint == test.hint:
-            feedback = f"Perhaps for the same reason as '{causes[0]}'. If not: {result.feedback}"
-            after[number] = dataclasses.replace(result, feedback=feedback[:FEEDBACK_LIMIT])
+        causes = [tests[other].name for other in failing if other < number and calls[other] & calls[number]]
+        if causes and before.hint == test.hint:
+            feedback = f"Perhaps for the same reason as '{causes[0]}'. If not: {before.feedback}"
+            after[number] = dataclasses.replace(before, feedback=feedback[:FEEDBACK_LIMIT])
     return after
 
 
@@ -330,7 +227,7 @@ def unable(exercise: Exercise, reason: str, status: str = "failed", error: str |
     return ExerciseResult(exercise.name, tests, error=error)
 
 
-def grade_folder(folder: Path, name: str, seeds: Sequence[Any], sandboxes: Sandboxes, *, alone: bool) -> ExerciseResult:
+def grade_folder(folder: Path, name: str, seeds: Sequence[Any], sandbox: Sandbox, *, alone: bool) -> ExerciseResult:
     """Grade one exercise of a submission; whatever goes wrong with it costs no other exercise its score."""
     try:
         exercise = load_exercise(name)
@@ -342,10 +239,10 @@ def grade_folder(folder: Path, name: str, seeds: Sequence[Any], sandboxes: Sandb
         return unable(exercise, reason)
     for _ in range(2):
         try:
-            return grade(exercise, source, seeds, sandboxes)
+            return grade(exercise, source, seeds, sandbox)
         except Exception as error:  # outside of a test: no error of a grader
             crash = "".join(traceback.format_exception(error))
-            sandboxes.__exit__()
+            sandbox.close()
     return unable(exercise, CRASHED, error=crash)
 
 

@@ -1,7 +1,7 @@
 """The submission's process: behind bubblewrap's walls where they can be had, limited, and gone when it is done.
 
-The grader's process never imports a submission. It sends calls to a child and reads plain values back. `Sandbox` is a
-server with torch loaded that forks such children one after the other; README.md says what holds them.
+The grader's process never imports a submission. It sends calls to a process and reads plain values back. A `Sandbox` is
+one student's: a server with torch loaded, which forks a process for each file. README.md says what holds them.
 """
 
 import contextlib
@@ -9,8 +9,6 @@ import functools
 import itertools
 import json
 import os
-import re
-import select
 import shutil
 import signal
 import socket
@@ -20,10 +18,10 @@ import sysconfig
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from sage_lab.climb import observe
+from sage_lab.capstones import observe
 
 from exercises import wire
 from exercises.task import Call
@@ -32,29 +30,41 @@ from exercises.worker import TEXT_LIMIT, seccomp_program
 SERVER_FILES = [str(Path(__file__).with_name(name)) for name in ("worker.py", "wire.py", "perform.py")]
 SERVER_FILES.append(observe.__file__)
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
-# The server becomes a submission's user, ends its processes and removes its files.
-CAPABILITIES = ("SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER")
 GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH")
-ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "TORCHINDUCTOR_CACHE_DIR": "/tmp"}
-ENVIRONMENT |= {"USER": "submission", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "USER": "submission"}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 ENVIRONMENT |= {"OBJC_DISABLE_INITIALIZE_FORK_SAFETY": "YES"}  # or macOS can't fork
+FIRST_USER, USERS = 61184, 4096  # systemd's DynamicUser range: nobody else's
 PRINTED_LIMIT = 4000  # characters kept of what it prints
-ANSWER_LEAST, ANSWER_FACTOR = 2**18, 8  # bytes that an answer may have: this, and so many times what was sent
-SERVER_SECONDS, SERVER_END_SECONDS = 300, 20  # to import torch on a slow disk; to end a child and remove its files
+SERVER_SECONDS, END_SECONDS = 300, 20  # to import torch on a slow disk; to end a process and all that it started
 OPEN = "Without bubblewrap (bwrap): your files and the network are open to what is graded here; grade only your own."
-# Of each process; memory in bytes beyond what importing torch takes.
-RESOURCES = {"RLIMIT_CPU": 120, "RLIMIT_DATA": 2 * 2**30, "RLIMIT_AS": 2 * 2**30, "RLIMIT_FSIZE": 16 * 2**20}
-RESOURCES |= {"RLIMIT_NOFILE": 128, "RLIMIT_NPROC": 16, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0}
+# What comes of a call, by `perform` and by `observe`, and what each part of it is.
+PERFORMED = {"result": object, "outputs": tuple, "gradients": tuple | None, "changed": tuple}
+PERFORMED |= dict.fromkeys(("undefined", "launched", "spoiled"), bool)
+OBSERVED = {"result": object} | dict.fromkeys(("launched", "undefined"), bool)
+OBSERVED |= dict.fromkeys(("outside", "given", "jump"), str) | dict.fromkeys(("changed", "copied", "dots"), tuple)
 
 
 class Limits(NamedTuple):
-    """What one submission may use in one exercise."""
+    """What one submission may use in one exercise: seconds of the clock, and bytes."""
 
     call_seconds: float = 20.0
     exercise_seconds: float = 120.0
-    resources: dict[str, int] = RESOURCES
-    memory: int = 4 * 2**30  # bytes of the server and all processes, where a cgroup can be made
-    disk: int = 64 * 2**20  # bytes of files
+    processor_seconds: int = 120  # of each process
+    memory: int = 2 * 2**30  # of each process, beyond what importing torch takes
+    processes: int = 16  # and threads, behind walls
+    file: int = 16 * 2**20
+    disk: int = 64 * 2**20  # of all files in each of two folders, behind walls
+
+    def resources(self, walls: bool) -> dict[str, int]:
+        """Return the limits that the system keeps for each process."""
+        limits = {"RLIMIT_CPU": self.processor_seconds, "RLIMIT_DATA": self.memory, "RLIMIT_FSIZE": self.file}
+        limits |= {"RLIMIT_NOFILE": 128, "RLIMIT_CORE": 0, "RLIMIT_MSGQUEUE": 0}
+        if not torch.cuda.is_available():  # CUDA maps terabytes
+            limits["RLIMIT_AS"] = self.memory
+        if walls:  # without, the user's other processes would be counted, too
+            limits["RLIMIT_NPROC"] = self.processes
+        return limits
 
 
 DEFAULT_LIMITS = Limits()
@@ -64,18 +74,15 @@ class SandboxError(Exception):
     """The machinery failed, not the submission."""
 
 
-class ChildError(Exception):
-    """The submission crashed, hung or answered nonsense. str(): with its own words, which may quote its inputs.
+class SubmissionError(Exception):
+    """The submission raised an error, crashed, hung or answered nonsense; it earns nothing for this call.
 
-    shown: without a word of the submission. fatal: its process can't be called again. raised: its exception.
-    endless: importing it takes too long, and would again.
+    str(): with its own words, which may quote its inputs. shown: without a word of the submission. raised: its error.
     """
 
-    def __init__(
-        self, shown: str, detail: str | None = None, fatal: bool = False, raised: str = "", endless: bool = False
-    ):
+    def __init__(self, shown: str, detail: str = "", raised: str = ""):
         super().__init__(detail or shown)
-        self.shown, self.fatal, self.raised, self.endless = shown, fatal, raised, endless
+        self.shown, self.raised = shown, raised
 
 
 @functools.cache
@@ -101,8 +108,8 @@ def bubblewrap(disk: int) -> list[str]:
     """
     command = ["bwrap", "--unshare-ipc", "--unshare-net", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--proc", "/proc", "--dev", "/dev"]
-    if os.getuid() == 0:  # the child becomes another user, and makes its namespace of users itself
-        command += [word for name in CAPABILITIES for word in ("--cap-add", f"CAP_{name}")]
+    if os.getuid() == 0:  # the server becomes another user: the limit of processes holds for nobody else
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user"]
     for folder in ("/tmp", "/dev/shm"):  # before what is shown: this Python may lie in /tmp
@@ -124,199 +131,198 @@ def bubblewrap(disk: int) -> list[str]:
 
 
 class Sandbox:
-    """A server process that runs one submission at a time, behind walls or without. It starts when it is needed."""
+    """Where the files of one student run, one at a time. Its server starts when it is needed. A context manager."""
 
-    def __init__(self, limits: Limits, walls: bool):
-        self.limits, self.walls, self.temporary = limits, walls, tempfile.gettempdir()
-        self.server = self.control = self.group = None
+    def __init__(self, limits: Limits = DEFAULT_LIMITS, walls: bool | None = None):
+        self.limits, self.walls = limits, have_walls() if walls is None else walls
+        self.folder = None if self.walls else tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.server = None
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        if self.folder is not None:
+            self.folder.cleanup()
 
     def open(self) -> None:
-        """Start the server if none runs; it gets ready by itself."""
-        if self.server is not None and self.server.poll() is None:
+        """Start the server if none runs. SandboxError if it can't start."""
+        if self.server is not None:
             return
-        self.close()
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.control, theirs = socket.socketpair()
+        temporary = "/tmp" if self.walls else self.folder.name
         environment = ENVIRONMENT | {"PATH": os.environ.get("PATH", os.defpath)}
-        environment |= {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ and torch.cuda.is_available()}
-        environment |= {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-        environment |= {} if self.walls else {"TMPDIR": self.temporary}
-        command = bubblewrap(self.limits.disk) if self.walls else []
-        worker, *_, watcher = (f"/grader/{Path(x).name}" if self.walls else x for x in SERVER_FILES)
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
-        with theirs:
+        environment |= dict.fromkeys(("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), temporary)
+        if torch.cuda.is_available():
+            environment |= {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ}
+        else:
+            environment["TRITON_INTERPRET"] = "1"
+        worker, *_, observer = (f"/grader/{Path(x).name}" if self.walls else x for x in SERVER_FILES)
+        # Two gradings at once have different users, and count their processes apart.
+        facts = [str(FIRST_USER + os.getpid() % USERS), json.dumps(self.limits.resources(self.walls))]
+        walls = bubblewrap(self.limits.disk) if self.walls else []
+        with theirs, tempfile.TemporaryFile() as log:
             self.server = subprocess.Popen(
-                [*command, sys.executable, "-I", worker, str(theirs.fileno()), watcher, *packages()],
+                [*walls, sys.executable, "-I", worker, str(theirs.fileno()), observer, *facts, *packages()],
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=self.log,
-                stderr=self.log,
-                cwd="/",
+                stdout=log,
+                stderr=log,
+                cwd="/" if self.walls else temporary,
                 start_new_session=True,
             )
-        self.ready = False
-        self.group = memory_group(self.server.pid, self.limits.memory) if self.walls else None
-
-    def start(self, source: bytes) -> "Child":
-        """Return a fresh child that will import `source` as exercise.py."""
-        self.open()
-        if not self.ready:
+            theirs.close()  # so that its end is noticed
             self.control.settimeout(SERVER_SECONDS)
-            if not self.control.recv(2**12):
-                self.log.seek(0)
-                raise SandboxError(f"the server didn't start: {self.log.read().decode(errors='replace')}")
-            self.ready = True
-        return Child(self, source)
+            if not self.control.recv(16):
+                self.close()
+                log.seek(0)
+                raise SandboxError(f"the server didn't start: {log.read().decode(errors='replace')}")
+
+    def run(self, stream: socket.socket, prints: BinaryIO) -> None:
+        """Let the server fork a process that answers on this stream."""
+        if self.server is not None and self.server.poll() is not None:  # without walls, an earlier one may end it
+            self.close()
+        self.open()
+        try:
+            socket.send_fds(self.control, [b"x"], [stream.fileno(), prints.fileno()])
+        except OSError as error:
+            raise SandboxError(f"the server has ended: {error}") from error
+
+    def status(self, seconds: float) -> int | None:
+        """Return the exit status of the process, once it and all that it started has ended.
+
+        None if that takes longer, or the server is gone: then it is ended, and whatever runs in it.
+        """
+        if self.server is None:
+            return None
+        try:
+            self.control.settimeout(seconds)
+            return int(self.control.recv(16))
+        except (OSError, ValueError):
+            self.close()
+            return None
 
     def close(self) -> None:
         """End the server and with it all that runs in it."""
         server, self.server = self.server, None
-        if server is None:
-            return
-        self.control.close()
-        if self.walls:
+        if server is not None:
+            self.control.close()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(server.pid, signal.SIGKILL)  # its namespaces end with it
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(timeout=SERVER_END_SECONDS)
-        server.kill()
-        server.wait()
-        self.log.close()
-        if self.group is not None:
-            with contextlib.suppress(OSError):
-                time.sleep(0.01)
-                self.group.rmdir()
+                os.killpg(server.pid, signal.SIGKILL)  # behind walls, its namespaces end with it
+            server.wait()
 
 
-def memory_group(process: int, most: int) -> Path | None:
-    """Put a process into a cgroup in which all its children have `most` bytes; None where none can be made."""
-    for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-        number, controllers, path = line.split(":", 2)
-        if number != "0" and controllers != "memory":
-            continue
-        group = Path("/sys/fs/cgroup", controllers, path.lstrip("/"), f"grading-{process}")
-        with contextlib.suppress(OSError):
-            group.mkdir()
-            try:
-                limit = "memory.max" if number == "0" else "memory.limit_in_bytes"
-                (group / limit).write_text(str(most), encoding="utf-8")
-                (group / "cgroup.procs").write_text(str(process), encoding="utf-8")
-                return group
-            except OSError:
-                group.rmdir()
-    return None
+class Submission:
+    """One file of a student while it is graded. Its process is started again after a crash. A context manager."""
 
+    def __init__(self, source: bytes, sandbox: Sandbox, device: str = "cpu"):
+        self.source, self.sandbox, self.device = source, sandbox, device
+        self.numbers, self.deadline = itertools.count(1), float("inf")
+        self.stream, self.printed = None, ""
+        self.not_imported: SubmissionError | None = None  # it would fail again
 
-class Child:
-    """One process of one submission: call() until it ends or misbehaves, then close()."""
+    def __enter__(self) -> "Submission":
+        return self
 
-    def __init__(self, sandbox: Sandbox, source: bytes):
-        self.sandbox, self.limits, self.numbers = sandbox, sandbox.limits, itertools.count(1)
-        self.output = tempfile.TemporaryFile()  # noqa: SIM115, closed by `close`
-        self.stream, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.status, self.ended, self.imported = None, False, False
-        # CUDA maps terabytes; without walls the user's other processes would be counted, too.
-        counted = {"RLIMIT_AS": not torch.cuda.is_available(), "RLIMIT_NPROC": sandbox.walls}
-        resources = {name: most for name, most in self.limits.resources.items() if counted.get(name, True)}
-        deadline = time.monotonic() + SERVER_SECONDS
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def call(self, call: Call) -> dict[str, Any]:
+        """Return what `perform` or `observe` says of a call; SubmissionError if nothing usable comes."""
+        if self.not_imported is not None:
+            raise self.not_imported
+        if time.monotonic() >= self.deadline:
+            raise SubmissionError("used up the time of the exercise")
+        if self.stream is None:
+            self.start()
+        tensors = []
+        content = {"id": next(self.numbers), "call": wire.encode(call.sent(), tensors), "device": self.device}
+        late = f"took longer than {self.sandbox.limits.call_seconds:g} s"
+        return checked(self.exchange(content, tensors, late), PERFORMED if call.judge is None else OBSERVED)
+
+    def start(self) -> None:
+        """Start the process and let it import the submission. SubmissionError if that takes too long or ends it."""
+        self.stream, theirs = socket.socketpair()
+        self.prints = tempfile.TemporaryFile()  # noqa: SIM115, closed by `end`
+        with theirs:
+            self.sandbox.run(theirs, self.prints)
+        limits = self.sandbox.limits
+        self.deadline = min(self.deadline, time.monotonic() + limits.exercise_seconds)
+        source = torch.frombuffer(bytearray(self.source or b"\n"), dtype=torch.uint8)
+        late = f"was not called: importing exercise.py took longer than {limits.call_seconds:g} s. "
+        late += "Does a loop outside of its functions never end?"
         try:
-            with theirs:
-                descriptors = [theirs.fileno(), self.output.fileno()]
-                socket.send_fds(sandbox.control, [json.dumps(resources).encode()], descriptors)
-            source = source.decode("utf-8", errors="surrogateescape")
-            wire.write(self.stream, wire.pack({"source": source}, []), deadline)
-            wire.read(self.stream, deadline, sandbox.control)
-        except (OSError, EOFError, TimeoutError, wire.WireError) as error:
-            printed = self.printed()
-            self.close()
-            raise SandboxError(f"the process of a submission didn't start: {printed}") from error
+            self.exchange({"id": 0}, [source], late)
+        except SubmissionError as error:
+            self.not_imported = error
+            raise
 
-    def call(self, call: Call, *, device: str = "cpu", deadline: float = float("inf"), correct: Any = None) -> dict:
-        """Return what the submission's process says of a call, as `perform` does; ChildError if nothing usable comes.
-
-        correct: names and source of functions that take the place of the submission's.
-        """
-        number, tensors = next(self.numbers), []
-        content = {"id": number, "call": wire.encode(call.sent(), tensors), "device": device}
-        content["correct"] = correct and correct._asdict()
-        size = sum(x.numel() * x.element_size() for x in tensors)
-        content["limit"] = limit = min(ANSWER_LEAST + ANSWER_FACTOR * size, wire.MESSAGE_LIMIT // 2)
-        deadline = min(deadline, time.monotonic() + self.limits.call_seconds)
+    def exchange(self, content: dict[str, Any], tensors: list[torch.Tensor], late: str) -> Any:
+        """Send a message and return the answer's value. late: what to say if none comes in time."""
+        deadline = min(self.deadline, time.monotonic() + self.sandbox.limits.call_seconds)
         try:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 wire.write(self.stream, wire.pack(content, tensors), deadline)
-            answer, returned = wire.read(self.stream, deadline, self.sandbox.control, limit)
-            if answer.get("id") == 0 and not self.imported:
-                self.imported = True
-                answer, returned = wire.read(self.stream, deadline, self.sandbox.control, limit)
-            if answer.get("id") != number:
+            answer, returned = wire.read(self.stream, deadline, self.sandbox.control)
+            if answer.get("id") != content["id"]:
                 raise wire.WireError("answered out of turn")
-            if "error" in answer:
-                raise _as_child_error(answer["error"], call.function)
-            observed = wire.decode(answer.get("observed"), returned)
-            if not isinstance(observed, dict):
-                raise wire.WireError("returned something that can't be read")
+            if "error" not in answer:
+                return wire.decode(answer.get("observed"), returned)
+            raise as_submission_error(wire.decode({"dict": answer["error"]}, []))
         except TimeoutError:
-            late = f"took longer than {self.limits.call_seconds:g} s"
-            if not self.imported:
-                late = f"was not called: importing exercise.py {late}. Does a loop outside of its functions never end?"
-            raise ChildError(late, fatal=True, endless=not self.imported) from None
+            self.end(patience=0)
+            raise SubmissionError(late) from None
         except EOFError:
-            self._wait_for_end(patience=0.5)
-            raise ChildError(_epitaph(self.status), fatal=True) from None
+            raise SubmissionError(epitaph(self.end())) from None
         except wire.WireError as error:
-            raise ChildError(str(error), fatal=True) from error
-        return observed
+            self.end(patience=0)
+            raise SubmissionError(str(error)) from error
 
-    def printed(self) -> str:
-        """Return the end of what the submission wrote to stdout and stderr."""
-        self.output.seek(max(0, self.output.seek(0, os.SEEK_END) - PRINTED_LIMIT))
-        text = self.output.read().decode(errors="replace")
-        return "".join(x if x.isprintable() or x == "\n" else "?" for x in text).strip()
-
-    def close(self) -> None:
-        """End the process and all it started; what it left in files ends with its server."""
-        self.stream.close()
-        self._wait_for_end()
-        self.output.close()
-
-    def _wait_for_end(self, patience=0.0):
-        """Learn from the server how the child ended, or end it. A server that doesn't say is ended itself."""
-        if not self.ended:
-            self.ended = True
-            try:
-                if not select.select([self.sandbox.control], [], [], patience)[0]:
-                    self.sandbox.control.send(b"stop")
-                self.sandbox.control.settimeout(SERVER_END_SECONDS)
-                self.status, clean = json.loads(self.sandbox.control.recv(2**12))
-                if not clean:
-                    self.sandbox.close()  # the next one starts with new folders
-            except (OSError, ValueError, AttributeError):
-                self.status = "server"
-                self.sandbox.close()
+    def end(self, patience: float = END_SECONDS) -> int | None:
+        """End the process and all it started, and return its exit status; None if it had to be ended."""
+        stream, self.stream = self.stream, None
+        if stream is None:
+            return None
+        stream.close()
+        status = self.sandbox.status(patience)
+        with self.prints:
+            size = os.fstat(self.prints.fileno()).st_size
+            text = os.pread(self.prints.fileno(), PRINTED_LIMIT, max(0, size - PRINTED_LIMIT)).decode(errors="replace")
+        self.printed += "\n".join(wire.printable(line) for line in text.splitlines())
+        return status
 
 
-def _as_child_error(error, function):
+def checked(observed: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return what a submission's process says of a call if it has the parts that it should have, each of its type."""
+    formed = isinstance(observed, dict) and observed.keys() == fields.keys()
+    if not formed or not all(isinstance(observed[name], kind) for name, kind in fields.items()):
+        raise SubmissionError(wire.UNREADABLE)
+    lists = [observed[name] for name in ("changed", "copied", "dots") if name in observed]
+    if not all(isinstance(x, int | str) for found in lists for x in found):
+        raise SubmissionError(wire.UNREADABLE)
+    return observed
+
+
+def as_submission_error(error: dict[str, Any]) -> SubmissionError:
     """Return a submission's own account of what went wrong. It may quote inputs: its text is for visible ones only."""
-    if not isinstance(error, dict):
-        return ChildError("returned something that can't be read", fatal=True)
-    line, text = (" ".join(re.sub(r"[^\x20-\x7e]", " ", str(error.get(x, ""))).split()) for x in ("line", "text"))
-    line, text = line[:TEXT_LIMIT], text[:TEXT_LIMIT]
-    if error.get("kind") == "unwritten":
-        return ChildError("not written yet", f"not written yet: {text.removeprefix(f'{function}: ')}")
-    if error.get("kind") == "answer":
-        return ChildError("returned something that can't be used", text)
-    return ChildError("raised an error", f"raised an error: {line} {text}", raised=text)
+    line, text = (" ".join(str(error.get(part))[:TEXT_LIMIT].split()) for part in ("line", "text"))
+    match error.get("kind"):
+        case "unwritten":
+            return SubmissionError("not written yet", f"not written yet: {text.partition(': ')[2]}")
+        case "answer":
+            return SubmissionError("returned something that can't be used", text)
+    return SubmissionError("raised an error", f"raised an error: {line} {text}", raised=text)
 
 
-def _epitaph(code):
-    if code is None:
-        return "closed its connection to the grader"
-    if type(code) is not int:
-        return "ended the grader's helper process, perhaps by using too much memory"
-    if code >= 0:
-        return f"ended its process (exit status {code}) instead of returning"
-    if code == -signal.SIGXCPU:
+def epitaph(status: int | None) -> str:
+    """Return in words how a process ended."""
+    if status is None:
+        return "closed its connection to the grader, or ended the grader's helper process by using too much memory"
+    if status >= 0:
+        return f"ended its process (exit status {status}) instead of returning"
+    if status == -signal.SIGXCPU:
         return "used too much processor time"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
     return f"crashed ({name})"

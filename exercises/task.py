@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sage_course.gaps import Mistake, close_entries
-from sage_lab.climb import trials
+from sage_lab.capstones import trials
 from torch import Tensor
 
 NO_LAUNCH = "No Triton kernel was launched. The kernel is the exercise: launch it from this function."
@@ -55,7 +55,7 @@ class Call(NamedTuple):
     arguments: tuple
     outputs: int = 0  # so many last arguments are written to by a Triton kernel: they are looked at, too
     upstream: Tensor | None = None  # the gradients of the arguments for this gradient of the result are looked at
-    layouts: dict[str, str] | None = None  # of a capstone: the one argument is a dict, for `sage_lab.climb.observe`
+    layouts: dict[str, str] | None = None  # of a capstone: the one argument is a dict, for `sage_lab.capstones.observe`
     judge: Callable[[dict[str, Any]], trials.Verdict] | None = (
         None  # of a capstone: says what is wrong, without the master
     )
@@ -106,7 +106,7 @@ class Task:
 
 
 def capstone(name: str) -> Task:
-    """Return the task of a capstone of `sage_lab.climb.trials`: a test for each milestone."""
+    """Return the task of a capstone of `sage_lab.capstones.trials`: a test for each milestone."""
     task, wanted = Task(triton=True), getattr(trials, name)
     task.capstone = name
     for milestone in wanted.milestones:
@@ -146,13 +146,15 @@ def int8(found: Tensor, expected: Tensor) -> Tensor:
 def roundings(found: Tensor, expected: Tensor) -> Tensor:
     """Agree on results [N, D] that differ by flipped roundings alone.
 
-    A rounding to nearest flips when float32 sums in another order, which moves a few rows by a thousandth part or
-    more. The median row off by 1e-4, or the whole by 6e-3, as by a missing rounding, is no such accident.
+    A rounding to nearest flips when float32 sums in another order, which moves a row or two by a thousandth part or
+    more. More rows than that, the median row off by 1e-4, or the whole by 6e-3, as by a missing rounding, is no such
+    accident.
     """
     (found, odd), (expected, also) = _finite(found), _finite(expected)
     error, size = (found - expected).norm(dim=-1), expected.norm(dim=-1)
     typical = (error / size.clamp(min=1e-30)).median()
-    return (odd == also).all() & (typical <= 1e-4) & (error.norm() <= 6e-3 * expected.norm())
+    few = (error > 1e-3 * size).sum() <= 1 + size.numel() / 50
+    return (odd == also).all() & few & (typical <= 1e-4) & (error.norm() <= 6e-3 * expected.norm())
 
 
 AGREEMENTS = {"entries": close_entries, "form": form, "int8": int8, "roundings": roundings}

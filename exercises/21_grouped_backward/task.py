@@ -56,7 +56,7 @@ task.mistakes = (
         "A query sees the keys up to its own. L knows nothing of the others: set P to 0."),
     Mistake("x.repeat_interleave(group, 0)", "x.repeat(group, 1, 1)",
         "Query heads 0 to H / Hkv - 1 share key head 0: repeat each head, not the whole tensor."),
-    Mistake("(grad_output @ v.mT - delta)", "grad_output @ v.mT", "delta is missing: a softmax ignores constants."),
+    Mistake("(grad_output @ v.mT - delta)", "(grad_output @ v.mT)", "delta is missing: a softmax ignores constants."),
     Mistake("(grad_output * output)", "(grad_output * v)", "delta is rowsum(dO * O), with the forward pass's output."),
     Mistake("dv.unflatten(0, (-1, group)).sum(1)", "dv.unflatten(0, (-1, group)).mean(1)",
         "The gradients of all query heads that share a key head are added up.",

@@ -1,6 +1,6 @@
-"""Mistakes of 22_capstone_attention. Its milestones are in `sage_lab.climb.trials`, and so are the hints."""
+"""Mistakes of 22_capstone_attention. Its milestones are in `sage_lab.capstones.trials`, and so are the hints."""
 
-from sage_lab.climb import trials as hints
+from sage_lab.capstones import trials as hints
 
 from exercises.task import Mistake, capstone
 

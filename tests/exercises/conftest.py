@@ -3,26 +3,24 @@
 import pytest
 
 from exercises.answers import Exercise
-from exercises.grading import Sandboxes, grade
-from exercises.isolation import RESOURCES, Limits
+from exercises.grading import grade
+from exercises.isolation import Limits, Sandbox
 from exercises.task import Call, Task
 
 SEEDS = (0, "hidden")
 
 
 @pytest.fixture(scope="session")
-def sandboxes():
-    with Sandboxes() as sandboxes:
-        sandboxes.of("visible")  # its folder for temporary files is the run's, not that of the first test
-        yield sandboxes
+def sandbox():
+    with Sandbox() as sandbox:
+        yield sandbox
 
 
 @pytest.fixture(scope="session")
 def quick():
-    """Sandboxes that wait for a few seconds."""
-    with Sandboxes(Limits(call_seconds=3, resources=RESOURCES | {"RLIMIT_CPU": 3})) as sandboxes:
-        sandboxes.of("visible")
-        yield sandboxes
+    """A sandbox that waits for some seconds, and gives out little memory."""
+    with Sandbox(Limits(call_seconds=6, processor_seconds=4, memory=2**29, processes=8)) as sandbox:
+        yield sandbox
 
 
 class Small(Exercise):
@@ -36,16 +34,16 @@ class Small(Exercise):
             return calls(draw)
 
         task.test("the test", **facts)(drawn)
-        self.name, self.stub, self.master, self.triton = "00_small", "", master, triton
+        self.name, self.stub, self.master, self.triton, self.capstone = "00_small", "", master, triton, ""
         self.tests, self.mistakes, self.given = tuple(task.tests), mistakes, {}
 
 
 @pytest.fixture
-def graded(sandboxes):
+def graded(sandbox):
     """Grade a text as a submission of a small exercise."""
 
-    def graded(source, exercise=None, seeds=SEEDS, sandboxes=sandboxes):
-        return grade(exercise or Small(), source.encode("utf-8", "surrogateescape"), seeds, sandboxes)
+    def graded(source, exercise=None, seeds=SEEDS, sandbox=sandbox):
+        return grade(exercise or Small(), source.encode("utf-8", "surrogateescape"), seeds, sandbox)
 
     graded.small = Small
     return graded

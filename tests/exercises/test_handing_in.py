@@ -40,7 +40,7 @@ STUB = stubs.stub_of(stubs.read_master(FIRST))[0]
         ("exercise.py", False, False),
         (f"{SECOND}/exercise.py", True, False),
         (f"{FIRST}_old.py", False, False),
-        (f"1/2/3/4/5/6/{FIRST}.py", False, False),
+        (f"1/2/3/4/5/6/{FIRST}.py", False, True),
         (f"__MACOSX/{FIRST}.py", False, False),
         (f".git/{FIRST}.py", False, False),
     ],
@@ -86,20 +86,36 @@ def test_no_link_is_followed_and_what_is_no_file_is_named(tmp_path):
         assert "can't be read: Permission denied" in read_submission(handed_in, FIRST, alone=True)[1]
 
 
+def test_a_file_is_found_after_thousands_of_others(tmp_path):
+    for number in range(2500):
+        (tmp_path / f"{number}.txt").touch()
+    (tmp_path / f"{FIRST}.py").write_text("here")
+    assert read_submission(tmp_path, FIRST, alone=False)[0] == b"here"
+
+
 @pytest.mark.parametrize(
-    "seeds", ['{"a": 1}', '"abc"', "[0]", '["a", "a"]', '[""]', "null", "{", "[[1]]", "[" * 10**5, None]
+    "seeds",
+    ["[]", '{"a": 1}', '"abc"', "[0]", '["a", "a"]', '[""]', "null", "{", "[[1]]", "[" * 10**5, "a folder", "a pipe"],
 )
 def test_seeds_that_would_hide_nothing_are_refused(seeds, tmp_path, capsys, monkeypatch):
     file = tmp_path / "hidden_seeds.json"
-    file.write_text(seeds) if seeds else os.mkfifo(file)
-    assert command_line.main(["package", str(tmp_path / "built"), "01", "--seeds", str(file)]) == 2
-    assert f"{file}: expected a JSON list of" in capsys.readouterr().err
-    assert not (tmp_path / "built").exists()
+    made = {"a folder": file.mkdir, "a pipe": lambda: os.mkfifo(file)}
+    made.get(seeds, lambda: file.write_text(seeds))()
     monkeypatch.setattr(handing_in, "ROOT", tmp_path)
     assert command_line.main(["grade", "01"]) == 2
-    file.unlink()
-    file.write_text('["a", "b"]')
+    assert f"{file}: expected a JSON list of" in capsys.readouterr().err
+    with contextlib.suppress(SystemExit):  # of a folder and a pipe
+        assert command_line.main(["package", str(tmp_path / "built"), "01", "--seeds", str(file)]) == 2
+    assert f"{file}" in capsys.readouterr().err
+    assert not (tmp_path / "built").exists()
+
+
+def test_seeds_are_those_of_the_file_or_fresh(tmp_path, monkeypatch):
+    monkeypatch.setattr(handing_in, "ROOT", tmp_path)
+    (tmp_path / "hidden_seeds.json").write_text('["a", "b"]')
     assert handing_in.seeds_of_grading() == [0, "a", "b"]
+    (tmp_path / "hidden_seeds.json").write_text('"visible"')
+    assert handing_in.seeds_of_grading() == [0]
     assert handing_in.seeds_of_grading(3) == handing_in.seeds_of_grading(3) != handing_in.seeds_of_grading(4)
     assert len(set(handing_in.fresh_seeds() + handing_in.fresh_seeds())) == 2 * handing_in.HIDDEN_SEEDS
 
@@ -107,8 +123,10 @@ def test_seeds_that_would_hide_nothing_are_refused(seeds, tmp_path, capsys, monk
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["grade"], ["grade", "99"], ["grade", "01", "--all"], ["grade", "01", "--submission", ""],
-        ["grade", "01", "--submission", "/misspelt"], ["grade", "01", "--json", "/misspelt/results.json"],
+        ["grade"], ["grade", "99"], ["grade", "01", "--all"], ["grade", "01", "--submission", ""], ["grade", ""],
+        ["grade", "01", "--class", ""], ["grade", "01", "--class", "."], ["grade", "01", "--json", ""],
+        ["package", "x", "--seeds", ""], ["package", "x", "--seeds", "/"], ["check", ""],
+        ["grade", "01", "--submission", "/misspelt"],
         ["grade", "01", "--json", "/dev/null"], ["grade", "01", "--json", "."], ["package", ""], ["package", __file__],
         ["check", "99"], ["check", "--seeds", "0"],
     ],
@@ -120,10 +138,16 @@ def test_bad_command_lines_end_with_status_2(arguments, capsys):
     assert "expected" in capsys.readouterr().err
 
 
-def run_module(folder, *arguments, path=f"{ROOT.parent}:{ROOT.parent / 'course'}", prefix=(), **surroundings):
+PATHS = ":".join(str(ROOT.parent / part) for part in ("", "notebooks", "lab"))
+
+
+def run_module(folder, *arguments, path=PATHS, prefix=(), **surroundings):
     environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | surroundings
     command = [*prefix, sys.executable, "-m", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", errors="replace")
+
+
+LITTLE = {"__init__.py", "command_line.py"}
 
 
 def test_stubs_are_made_once_in_any_surroundings(tmp_path):
@@ -135,6 +159,7 @@ def test_stubs_are_made_once_in_any_surroundings(tmp_path):
     for file in ("__init__", "__main__", "stubs"):
         shutil.copy(ROOT / f"{file}.py", tmp_path / "exercises")
     (tmp_path / "torch.py").write_text("raise SystemExit('torch is imported')")
+    shutil.copytree(ROOT.parent / "lab" / "sage_lab", tmp_path / "sage_lab", ignore=lambda _, x: {*x} - LITTLE)
     mine = tmp_path / "exercises" / FIRST / "exercise.py"
     mine.write_text("mine")
     bare = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "path": str(tmp_path)}
@@ -148,12 +173,41 @@ def test_stubs_are_made_once_in_any_surroundings(tmp_path):
         assert written == stubs.stub_of(stubs.read_master(name))[0]
 
 
-def test_a_full_disk_is_one_line(tmp_path):
-    (tmp_path / FIRST).mkdir()
-    prefix = ("sh", "-c", 'unset PYTHONUNBUFFERED; exec "$@" > /dev/full', "sh")
-    for arguments in (["--help"], ["grade", "01", "--submission", str(tmp_path)]):
-        done = run_module(ROOT.parent, "exercises", *arguments, prefix=prefix)
-        assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
+SURROUNDINGS = {  # what a shell does first, the module's arguments, its status and what stderr says
+    "a full disk": ('exec "$@" > /dev/full', ["--help"], 1, "output: No space left on device"),
+    "a full disk while it grades": (
+        'exec "$@" > /dev/full',
+        ["grade", "02", "--submission", "."],
+        1,
+        "output: No space",
+    ),
+    "a deleted working folder": ('rmdir "$PWD/gone"; exec "$@"', ["grade", "01"], 2, "one that was deleted"),
+    "no torch": ('PYTHONPATH="$PWD:$PYTHONPATH" exec "$@"', ["grade", "01"], 2, "torch: expected a package"),
+}
+
+
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_odd_surroundings_are_one_line(tmp_path, name):
+    shell, arguments, status, says = SURROUNDINGS[name]
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no', name='torch')")
+    place = tmp_path / "gone" if "rmdir" in shell else tmp_path
+    place.mkdir(exist_ok=True)
+    prefix = ("sh", "-c", "unset PYTHONUNBUFFERED; " + shell.replace("$PWD/gone", str(place)), "sh")
+    path = f"{tmp_path}:{PATHS}" if name == "no torch" else PATHS
+    done = run_module(place, "exercises", *arguments, prefix=prefix, path=path)
+    assert (done.returncode, len(done.stderr.splitlines())) == (status, 1), done.stderr
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_cost_a_right_file_nothing(tmp_path, closed):
+    """The report is written before anything is printed, in whatever encoding the terminal has."""
+    greek = "print('αβγ', '\\udcff')\n"
+    (tmp_path / "exercise.py").write_text(greek + stubs.read_master(FIRST), encoding="utf-8")
+    surroundings = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
+    arguments = ["grade", "01", "--submission", str(tmp_path), "--json", str(tmp_path / "report.json")]
+    run_module(tmp_path, "exercises", *arguments, prefix=("sh", "-c", f'exec "$@" {closed}', "sh"), **surroundings)
+    assert json.loads((tmp_path / "report.json").read_text())[0]["score"] == 8
 
 
 def test_a_submissions_modules_are_not_the_graders_and_hints_survive_oo(tmp_path):
@@ -188,7 +242,7 @@ def test_signals_end_a_grading_and_leave_nothing(tmp_path, number, status, runs)
     (tmp_path / "exercise.py").write_text("import time\ntime.sleep(99)\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "exercises", "grade", "01", "--submission", str(tmp_path)],
-        cwd=ROOT.parent, env=os.environ | {"PYTHONPATH": "notebooks"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        cwd=ROOT.parent, env=os.environ | {"PYTHONPATH": PATHS}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deep = (2 + isolation.have_walls()) * runs  # bubblewrap, the server, the submission
@@ -223,13 +277,22 @@ def test_zips_hold_what_they_should_and_are_the_same_each_time(packages, tmp_pat
         with zipfile.ZipFile(packages / f"{name}.zip") as archive:
             modes[name] = {entry.filename: stat.S_IMODE(entry.external_attr >> 16) for entry in archive.infolist()}
     for name in (FIRST, TRITON):
-        assert {f"exercises/{name}/{x}" for x in ("exercise.py", "README.md", "answers.pt")} <= modes["student"].keys()
+        assert {f"exercises/{name}/{x}" for x in ("exercise.py", "README.md", "master.z")} <= modes["student"].keys()
         assert {f"exercises/{name}/{x}" for x in ("master.py", "task.py")} <= modes["autograder"].keys()
-    for secret in ("hidden", "gradescope", "sage_ref", "sage_lab/bench", "master", "checking", f"{FIRST}/task"):
+    for secret in (
+        "hidden",
+        "gradescope",
+        "sage_ref",
+        "sage_lab/bench",
+        "master.py",
+        "checking",
+        "classes",
+        f"{FIRST}/task.py",
+    ):
         assert not any(secret in entry for entry in modes["student"])
     for path in modes["student"]:
         text = (packages / "student" / path).read_bytes()
-        assert b"### SOLUTION: " not in text or path.endswith("stubs.py")
+        assert b"### SOLUTION: " not in text or path.endswith("exercises/stubs.py")
         assert b"block.abs().amax()" not in text or path.endswith("README.md")
     private = {x.rpartition("/")[2] for x, mode in modes["autograder"].items() if mode == 0o600}
     assert private == {"hidden_seeds.json", "master.py", "task.py", "weights.json"}
@@ -267,7 +330,6 @@ def test_student_zip_grades_itself_and_needs_torch_and_numpy_alone(packages):
     mine.mkdir(parents=True)
     (mine / "mine.py").touch()
     (packages / "student" / "sage_ref.py").write_text("raise SystemExit('the library is imported')")
-    shutil.copy(packages / "student" / "sage_ref.py", packages / "student" / "sage_lab.py")
     truncated = stubs.read_master(FIRST).replace("torch.round(block / divisor)", "(block / divisor)")
     for source, score in ((stubs.read_master(FIRST), 8), (truncated + "\nimport mine\n", 5)):
         (exercises / FIRST / "exercise.py").write_text(source)
@@ -300,7 +362,13 @@ def test_a_package_is_graded_by_its_weights_and_a_broken_task_leaves_no_results(
     done = run()
     assert (done.returncode, "hidden inputs need bubblewrap" in done.stdout) == (1, True), done.stderr
     assert not results.exists()
-    (exercises / "hidden_seeds.json").write_text("[]")
+    (exercises / "hidden_seeds.json").write_text('"visible"')
+    for wrong in ("[]", "{", '{"a": 1}', json.dumps(weights | {FIRST: "8"}), json.dumps({FIRST: 8}), "[" * 10**5):
+        (exercises / "weights.json").write_text(wrong)
+        done = run()
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+        assert "weights.json: expected a JSON object with a number above 0" in done.stderr
+    (exercises / "weights.json").write_text(json.dumps(weights))
     done = run()
     assert done.returncode == 0, done.stderr
     content = json.loads(results.read_text())
@@ -327,22 +395,21 @@ def test_an_exercise_that_can_not_be_graded_here_has_no_score():
         gradescope.results_json([skipped], {FIRST: 12})
 
 
-def test_a_crash_is_tried_again_and_a_second_one_costs_its_exercise(sandboxes, tmp_path, monkeypatch):
+def test_a_crash_is_tried_again_and_a_second_one_costs_its_exercise(tmp_path):
     shutil.copy(ROOT / FIRST / "master.py", tmp_path / "exercise.py")
-    close, crashes = isolation.Child.close, []
 
-    def crash(child):
-        close(child)
-        if len(crashes) < most:
-            crashes.append(child)
-            raise RecursionError("maximum recursion depth exceeded")
+    class Crashing(isolation.Sandbox):
+        def run(self, *arguments):
+            if self.crashes:
+                self.crashes -= 1
+                raise isolation.SandboxError("no memory for a process")
+            super().run(*arguments)
 
-    monkeypatch.setattr(isolation.Child, "close", crash)
-    for most, score in ((1, 8), (2, 0)):  # noqa: B007, crash reads it
-        crashes.clear()
-        result = grading.grade_folder(tmp_path, FIRST, [0], sandboxes, alone=True)
-        assert result.score == score
-    assert "maximum recursion depth" in result.error
+    with Crashing() as sandbox:
+        for sandbox.crashes, score in ((1, 8), (2, 0)):
+            result = grading.grade_folder(tmp_path, FIRST, [0], sandbox, alone=True)
+            assert result.score == score
+    assert "no memory for a process" in result.error
 
 
 SPY = """
@@ -357,7 +424,6 @@ def quantize_block(x, block_size):
         lambda: open('{top}/submission/exercise.py').read(),
         lambda: glob.glob('/**/hidden_seeds.json')[0],
         lambda: __import__('exercises.grading'),
-        lambda: os.kill(os.getppid(), 9),
     ]):
         try: attempt()
         except BaseException: continue
@@ -380,7 +446,7 @@ def test_as_gradescope_runs_it(packages, tmp_path):
     python.chmod(0o755)
     script = gradescope.RUN.replace("/autograder", str(top))
     for source, score, said in (
-        (SPY.format(top=top, name=FIRST), 0, "ATTEMPTS 11 DONE []"),
+        (SPY.format(top=top, name=FIRST), 0, "ATTEMPTS 10 DONE []"),
         (stubs.read_master(FIRST), 8, ""),
     ):
         (top / "submission" / "exercise.py").write_text(source)

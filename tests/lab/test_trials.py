@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 from sage_course.gaps import Mistake, defined, edited
-from sage_lab.climb import trials
-from sage_lab.climb.observe import DOT, Elements, laid_out, observe
+from sage_lab.capstones import trials
+from sage_lab.capstones.observe import DOT, Elements, laid_out, observe
 from sage_lab.records import REPOSITORY
 
 MASTER = (REPOSITORY / "exercises" / "22_capstone_attention" / "master.py").read_text()
@@ -169,7 +169,7 @@ def test_products_of_compiled_kernels_are_read():
 
 
 def test_a_file_loaded_by_its_path_needs_no_package():
-    path = REPOSITORY / "lab" / "sage_lab" / "climb" / "observe.py"
+    path = REPOSITORY / "lab" / "sage_lab" / "capstones" / "observe.py"
     assert "sage_" not in "".join(line for line in path.read_text().splitlines() if "import" in line)
     spec = importlib.util.spec_from_file_location("observe_alone", path)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))

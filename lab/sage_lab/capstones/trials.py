@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sage_lab.climb.observe import observe
+from sage_lab.capstones.observe import observe
 
 BAR = 0.08  # of INT8: the largest relative error of a row of O
 EXACT_BAR = 0.004  # where every rounding is exact: 1/128 for 1/127 is twice that
@@ -35,6 +35,7 @@ class Trial(NamedTuple):
     hint: str = ""  # where no likely mistake explains the result, and for NaN unless int8; "": that of the milestone
     bar: float = BAR
     int8: bool = False  # whether kernels must be seen to round to INT8, and to multiply it
+    rounded: Tensor | None = None  # O, where it is that of rounded Q and K alone: exact attention is far from it
 
 
 class Milestone(NamedTuple):
@@ -133,7 +134,7 @@ def verdict_on(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
     oracle, found = Oracle(trial.arguments), found.double().cpu()
     if observed["undefined"]:
         return Verdict("undefined", trial.hint or UNDEFINED)
-    errors = row_errors(found, oracle.output())
+    errors = row_errors(found, oracle.output() if trial.rounded is None else trial.rounded.double())
     worst = errors.nan_to_num(torch.inf, torch.inf).argmax()
     error, row = errors.flatten()[worst].item(), torch.unravel_index(worst, errors.shape)
     if error <= trial.bar:
@@ -149,6 +150,8 @@ def verdict_on(trial: Trial, observed: dict[str, Any], hint: str) -> Verdict:
             f"{int(rows.sum())} of {rows.numel()} rows of O hold NaN or infinity, first {rows.nonzero()[0].tolist()}"
         )
         return Verdict("NaN", NAN if trial.int8 else trial.hint or NAN, shown, error)
+    if trial.rounded is not None:
+        return Verdict("not INT8", ROUNDS, shown, error)
     kind, explained = explain(oracle, found)
     return Verdict(kind or "value", explained or trial.hint or hint, shown, error)
 
@@ -443,6 +446,10 @@ NAN = (
 )
 P_RANGE = "P^ doesn't fit: P~ is at most 1 and int8 ends at 127, so P^ = round(127 P~)."
 NO_INT8 = "No product of INT8 with INT8 was seen: quantise Q and K, and pass int8 tiles to tl.dot."
+ROUNDS = (
+    "Q and K are 0.4 steps of their scale here, beside one large feature. Rounded to INT8 they are 0, and O is the "
+    "mean of V; yours isn't. Does a kernel round Q and K to integers, with s = max|X| / 127?"
+)
 GIVEN = "Rounding belongs to the exercise: a kernel turns Q and K into int8, not PyTorch."
 CUT_OFF = "`.to(tl.int8)` cuts off: Q and K aren't rounded to nearest. Take tl.floor(x + 0.5) before. Is s max / 127?"
 WIDE = (
@@ -574,6 +581,31 @@ def signed(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randint(0, 2, shape, generator=generator) * 2.0 - 1
 
 
+def beside_large(generator: torch.Generator, n_k: int = 64) -> Trial:
+    """Return a trial in which Q and K round to 0, but for one large feature each that meets 0.
+
+    Whatever shares a scale, it is that of the large feature, 508 / 127, and the others are 0.4 of it.
+    """
+    direction, values = signed(generator, 1, 1, 1, 32), signed(generator, 2, 1, 1, 1, 32)
+    sign, large = torch.tensor([[1.0, 1], [-1, 1], [1, -1], [-1, -1]]).repeat(n_k // 4, 1).split(1, -1)
+    x = {"q": 1.6 * direction.repeat(1, 1, 64, 1), "k": 1.6 * direction * sign, "v": 3 * torch.where(sign > 0, *values)}
+    x["q"][..., 0], x["q"][..., 1], x["k"][..., 0], x["k"][..., 1:2] = 508, 0, 0, 508 * large
+    return Trial({name: y.half() for name, y in x.items()}, rounded=1.5 * values.sum(0).expand_as(x["q"]))
+
+
+def capstone(function: str, last: Callable[[torch.Generator], Trial], milestones: tuple[Milestone, ...]) -> Capstone:
+    """Return milestones that end in one more trial each: it needs integers, so exact attention reaches none."""
+
+    def with_last(trials):
+        def drawn(generator):
+            yield from trials(generator)
+            yield last(generator)
+
+        return drawn
+
+    return Capstone(function, tuple(x._replace(trials=with_last(x.trials)) for x in milestones))
+
+
 def truly_int8(generator):
     v = signed(generator, 1, 2, 64, 32)
     v[:, :, :, :16] = 1
@@ -629,8 +661,9 @@ def shared_heads(generator):
     yield Trial(inputs(generator, 64, 64, heads=3, kv_heads=1), {"k": "transposed", "v": "transposed"})
 
 
-ATTENTION = Capstone(
+ATTENTION = capstone(
     "attention",
+    beside_large,
     (
         Milestone("one head", 3, one_head,
             "S = c Q K^T, P = softmax(S), O = P V. Is s max|X| / 127, and there once? s_Q belongs to rows of S, s_K to "
@@ -733,6 +766,16 @@ def sparse_int8(generator):
         yield trial._replace(arguments=trial.arguments | {"table": table.contiguous(), "block_q": 32, "block_kv": 32})
 
 
+def beside_large_and_listed(generator: torch.Generator) -> Trial:
+    """Return such a trial with three blocks of keys, of which one is not listed and NaN."""
+    trial, hidden = beside_large(generator, n_k=96), between(generator, 0, 3)
+    for name in "kv":
+        trial.arguments[name][:, :, 32 * hidden : 32 * hidden + 32] = torch.nan
+    blocks = torch.tensor([j for j in (2, 0, 1) if j != hidden]).int()
+    facts = {"table": blocks.expand(1, 1, 2, 2).contiguous(), "block_q": 32, "block_kv": 32}
+    return trial._replace(arguments=trial.arguments | facts, hint=UNLISTED)
+
+
 UNLISTED = (
     "A block that no row lists holds NaN here. Kernels don't read it, not even for a scale or a mean, nor to mask it."
 )
@@ -743,8 +786,9 @@ UNSEEN = (
     "instead of -inf gives the mean of V."
 )
 
-SPARSE = Capstone(
+SPARSE = capstone(
     "sparse_attention",
+    beside_large_and_listed,
     (
         Milestone("one head, every block listed", 2, all_listed,
             "With all blocks in a row this is attention. Check m, l and O in one step of the loop."),

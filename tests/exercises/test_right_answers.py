@@ -1,0 +1,52 @@
+"""Right answers pass, in every form in which students write them: right.toml has them.
+
+Each is graded on the visible inputs. On 25 hidden ones as well: EXERCISES_SEEDS=25.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from sage_course.gaps import Mistake, edited
+
+from exercises import exercise_names
+from exercises.answers import load_exercise
+from exercises.grading import grade, table
+
+RIGHT = tomllib.loads(Path(__file__).with_name("right.toml").read_text(encoding="utf-8"))
+SEEDS = [0, *map(str, range(int(os.environ.get("EXERCISES_SEEDS", "0"))))]
+EDITS = [(number, facts["name"]) for number, answers in RIGHT["edits"].items() for facts in answers]
+FORMS = [(number, name) for name, numbers in RIGHT["of"].items() for number in numbers]
+
+
+def exercise_of(number):
+    return load_exercise(next(name for name in exercise_names() if name.startswith(number)))
+
+
+def in_form(exercise, name):
+    """Return the master of an exercise in another form."""
+    form = RIGHT["forms"][name]
+    text = form.get("before", "") * form.get("times", 1) + exercise.master
+    text += form.get("after", "").replace("CONTROL", "\x01" * form.get("control", 0))
+    text += "".join(form["of_each"].format(name=x) for x in sorted(exercise.tested)) if "of_each" in form else ""
+    return text.replace("\n", form.get("line_end", "\n")).encode()
+
+
+def with_edits(exercise, name):
+    (facts,) = (x for x in RIGHT["edits"][exercise.name[:2]] if x["name"] == name)
+    first, *more = facts["edits"]
+    return edited(exercise.master, [Mistake(*first, more=tuple(map(tuple, more)))]).encode()
+
+
+@pytest.mark.parametrize(("number", "name"), EDITS + FORMS)
+def test_right_answer_earns_full_points(sandbox, number, name):
+    exercise = exercise_of(number)
+    make = in_form if (number, name) in FORMS else with_edits
+    result = grade(exercise, make(exercise, name), SEEDS, sandbox)
+    assert result.score == result.max_score, f"{table(result)}\n{result.error}"
+
+
+def test_every_exercise_is_answered_in_several_ways():
+    assert sorted({number for number, _ in EDITS}) == sorted({number for number, _ in FORMS})
+    assert len({number for number, _ in FORMS}) == len(exercise_names())
