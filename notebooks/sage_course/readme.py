@@ -5,7 +5,6 @@ else there is written by hand.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,24 +64,14 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "table2": tables.table2,
         "pretraining": tables.pretraining,
         "pretraining_speed": tables.pretraining_speed,
-        "pretraining_speed_many": partial(tables.pretraining_speed, tables.PRETRAIN_SPEED_MANY),
         "parallel": tables.parallel,
         "video": video.results,
         "video_speed": video.speed,
-        "paired": partial(paired.paired_speed, "fwd+bwd"),
-        "paired_forward": partial(paired.paired_speed, "fwd"),
-        "paired_ways": paired.paired_ways,
-        "paired_pinned": paired.paired_pinned,
-        "forward": partial(kernels.ladder, "fwd"),
-        "backward": partial(kernels.ladder, "bwd"),
-        "instructions": kernels.instructions,
-        "limits": kernels.limits,
-        "accuracy": kernels.accuracy,
+        "paired": paired.paired_speed,
+        "ladders": kernels.ladders,
         "paired_sparse": paired.paired_sparse,
         "sla2": kernels.sla2,
-        "sla2_ladder": kernels.sla2_ladder,
-        "sla2_parts": kernels.sla2_parts,
-        "sla2_accuracy": kernels.sla2_accuracy,
+        "accuracy": kernels.accuracy,
     },
     "notebooks/book/int8_backward.md": {
         "backward_ratios": calculator.backward_ratios,

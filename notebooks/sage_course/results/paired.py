@@ -9,7 +9,6 @@ from sage_lab.records import Record, Row, markdown_table, read_record
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
 VIDEO = "video_speed_h200"
-PAIRED_PINNED = "paired_triton371_h200"  # with the Triton that our pins install; the others: with their machine's
 OUR_NAMES = {OURS: "ours", UNBIASED: "ours with an unbiased O"}
 COMPARED = "A peer's time divided by ours, timed in turn: above 1 ours is faster"
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwd+bwd": "forward and backward"}
@@ -56,20 +55,22 @@ def at_a_glance() -> str:
     return f"{table}\n\n{textwrap.fill(explained, 128, break_on_hyphens=False)}"
 
 
-def paired_speed(direction: str) -> str:
+def paired_speed() -> str:
     """Return the table of peers' times over ours by shape, and of what one call costs the host."""
     record = read_record(PAIRED)
-    rows = record.select(scope="autograd", direction=direction, layout="bhnd", cuda_graph=False)
+    where_all = {"scope": "autograd", "layout": "bhnd", "cuda_graph": False}
+    rows = record.select(**where_all, direction="fwd+bwd")
+    forward = {_shape(where): peer_ratios(of) for where, of in turns(record.select(**where_all, direction="fwd"))}
     lines = []
     for where, of in turns(rows):
-        ratios, host = peer_ratios(of), {row["provider"]: row["host_us"] for row in of}
-        cells = [f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in PEER_NAMES]
+        ratios, alone, host = peer_ratios(of), forward[_shape(where)], {row["provider"]: row["host_us"] for row in of}
+        cells = [f"{ratios[peer]:.2f} ({alone[peer]:.2f})" if peer in ratios else "" for peer in PEER_NAMES]
         cells += [f"{host[provider]:.0f}" if provider in host else "" for provider in (OURS, "sdpa_cudnn", "fa4")]
         lines.append((_shape(where), *cells))
     host_times = ("our host time, us", "cuDNN's", "FlashAttention-4's")
     table = markdown_table(("", *PEER_NAMES.values(), *host_times), lines)
-    described = f"{COMPARED}; {DIRECTIONS[direction]}, bfloat16; {record.caption}.{_absent(record)}"
-    return f"{table}\n\n{described}" + (f"\n\n{_errors(rows)}" if direction == "fwd+bwd" else "")
+    described = f"{COMPARED}; both passes, in brackets the forward pass, bfloat16; {record.caption}.{_absent(record)}"
+    return f"{table}\n\n{described}\n\n{_errors(rows)}"
 
 
 def _errors(rows: Sequence[Row]) -> str:
@@ -79,40 +80,6 @@ def _errors(rows: Sequence[Row]) -> str:
         errors.setdefault(row["provider"], []).append(row["rel_l2"])
     listed = [f"- {(OUR_NAMES | PEER_NAMES)[name]}: {min(of):.4f} to {max(of):.4f}" for name, of in errors.items()]
     return "\n".join(["The largest relative L2 error of O, dQ, dK and dV against exact attention:\n", *listed])
-
-
-def paired_ways() -> str:
-    """Return the table of cuDNN's time over ours by layout and in a CUDA graph, and of an unbiased O's cost."""
-    record = read_record(PAIRED)
-    ways = {(layout, graph): {} for layout, graph in (("bhnd", False), ("bnhd", False), ("bhnd", True))}
-    unbiased = {}
-    for where, of in turns(record.select(scope="autograd", direction="fwd+bwd")):
-        ways[where["layout"], where["cuda_graph"]][_shape(where)] = peer_ratios(of).get("sdpa_cudnn")
-        if (where["layout"], where["cuda_graph"]) == ("bhnd", False):
-            times = {row["provider"]: row["ms_median"] for row in of}
-            unbiased[_shape(where)] = f"{times[UNBIASED] / times[OURS] - 1:+.1%}" if UNBIASED in times else ""
-    lines = []
-    for shape in ways["bhnd", False]:
-        ratios = (found.get(shape) for found in ways.values())
-        lines.append((shape, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios), unbiased[shape]))
-    header = ("cuDNN's time over ours", "[B, H, N, D]", "[B, N, H, D]", "CUDA graph", "an unbiased O")
-    return f"{markdown_table(header, lines)}\n\nForward and backward; bfloat16; {record.caption}."
-
-
-def paired_pinned() -> str:
-    """Return the table of cuDNN's time over ours, with the machine's Triton and with the pinned one."""
-    both = {"scope": "autograd", "direction": "fwd+bwd", "layout": "bhnd", "cuda_graph": False}
-    records = [read_record(name) for name in (PAIRED, PAIRED_PINNED)]
-    usual, pinned = (
-        {_shape(where): peer_ratios(of).get("sdpa_cudnn") for where, of in turns(x.select(**both))} for x in records
-    )
-    lines = []
-    for shape in pinned:
-        ratios = (found.get(shape) for found in (usual, pinned))
-        lines.append((shape, *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)))
-    names = (f"Triton {x.provenance['triton']}, {x.provenance['date'][:10]}" for x in records)
-    table = markdown_table(("cuDNN's time over ours", *names), lines)
-    return f"{table}\n\nForward and backward; bfloat16; {', then '.join(x.caption for x in records)}."
 
 
 def paired_sparse() -> str:

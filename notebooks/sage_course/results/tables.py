@@ -13,7 +13,6 @@ from sage_course.results.pretraining import PAPER_LOSSES, loss_summary, pretrain
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
-PRETRAIN_SPEED_MANY = "pretrain_speed_many_h200"
 FULL_BATCH, CONTEXT_PARALLEL = "full_batch_h200", "context_parallel_h100"
 ULYSSES = {
     "exact": "exact (PyTorch's pick)",
@@ -78,9 +77,9 @@ def pretraining() -> str:
     return f"{losses}\n\nMean, range and seeds; {model}, {data} per run; {runs.caption}.\n\n{verdicts}\n\n{bias}"
 
 
-def pretraining_speed(name: str = PRETRAIN_SPEED) -> str:
-    """Return the time of a training step with exact attention and with SageBwd, of one record."""
-    record = read_record(name)
+def pretraining_speed() -> str:
+    """Return the time of a training step with exact attention and with SageBwd."""
+    record = read_record(PRETRAIN_SPEED)
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and batch"
     model += ", {tokens_per_pass:,} per pass"
     described = f"Above 1 a row is faster, {record.timed}; {model.format(**record.provenance['plan'])}, bfloat16"
