@@ -36,11 +36,12 @@ from sage_ref.sla2.branches import (
     weighted_sums,
 )
 from sage_ref.sla2.module import SLA2
-from sage_ref.sla2.router import PRINTED, Relaxation, Router, soft_top_k
+from sage_ref.sla2.router import EQUATIONS_16_17, PRINTED, Relaxation, Router, soft_top_k
 from sage_ref.sla2.sla import SLA
 from sage_ref.sla2.whole import SparseLinearFunction, sla2_backward, sla2_forward
 
 __all__ = [
+    "EQUATIONS_16_17",
     "FEATURE_MAPS",
     "PRINTED",
     "SLA",

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from sage_ref.attention import softmax_scale
 from sage_ref.checks import (
     check_count,
     check_entries,
@@ -45,8 +46,8 @@ class SLA2(nn.Module):
         backward: As in `sage_ref.sparse_linear_attention`.
         query_blocks: How many alphas a head has, one per query block, for inputs of exactly that many blocks; 1 is
             broadcast to any length.
-        relaxation: Stands in for the hard mask in stage 1. `router.PRINTED` is the paper's formula; the default
-            departs from it, as `sage_ref.sla2.router` explains.
+        relaxation: Stands in for the hard mask in stage 1. `EQUATIONS_16_17` and `PRINTED` of `sage_ref.sla2.router`
+            are the paper's two forms; the default departs from both, as it explains.
         backend: As in `sage_ref.sparse_linear_attention`. Stage 1 runs in 16 bit.
 
     Raises:
@@ -135,7 +136,8 @@ class SLA2(nn.Module):
 
     def soft_block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
         """Return the weights of `relaxation`, [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
-        scores = self.relaxation.scores_of(self.router(query, key))
+        c = softmax_scale(self.settings.scale, self.head_dim)
+        scores = self.relaxation.scores_of(self.router(query, key), c)
         protected, count = self._protected(protect, key)
         others = scores
         if protected is not None:

@@ -1,15 +1,17 @@
 """SLA2's learnable router: which blocks get softmax attention, and how that choice is trained (arXiv 2602.12675).
 
-P_c = softmax(c proj_q(Qbar) proj_k(Kbar)^T) with Qbar, Kbar the means of blocks of queries and of smoothed keys.
+Blocks are scored by proj_q(Qbar) proj_k(Kbar)^T, with Qbar, Kbar the means of blocks of queries and of smoothed keys.
 Hard Top-k keeps the largest k% of each row, and has no gradient. In training SoftTop-k replaces it:
 
 SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums to as many blocks as Top-k keeps.
 
-The paper prints SoftTop-k of P_c with tau = 0.1 in the place of Top-k. The default here differs in two ways
-(`Relaxation`): the forward pass keeps the hard mask and SoftTop-k gives the gradient only, and it is applied to log P_c
-with tau = 1. Among more than a hundred blocks P_c is tiny, so the printed mask is nearly flat. If a soft M weighs e^S,
-as `branches` reads softmax(S * M), a flat M cancels: the loss is near 0 whatever the hard mask would choose, and alpha
-ends far too large for it. If M multiplies S it does not cancel, and stage 1 does not learn either.
+The paper prints two arguments of SoftTop-k, both with tau = 0.1: the scores themselves (`EQUATIONS_16_17`), and in
+Algorithm 2, line 8, P_c = softmax(c scores) (`PRINTED`). Hard Top-k chooses the same blocks by either, but SoftTop-k
+doesn't give them the same weights. Among more than a hundred blocks P_c is tiny, so the mask of Algorithm 2 is nearly
+flat. If a soft M weighs e^S, as `branches` reads softmax(S * M), a flat M cancels: the loss is near 0 whatever the hard
+mask would choose, and alpha ends far too large for it. If M multiplies S it does not cancel, and stage 1 does not learn
+either. The scores don't shrink with the number of blocks. Neither does log P_c, which is c scores up to a shift of each
+row that lambda absorbs: the default takes it, with tau = 1, and the forward pass keeps the hard mask.
 
 With the identity for both projections this is SLA's heuristic router.
 """
@@ -34,7 +36,7 @@ from sage_ref.checks import (
 from sage_ref.derivatives import gradients_once
 from sage_ref.sla2.blocks import BlockSettings, router_means, top_blocks
 
-SCORES = ("P_c", "log P_c")
+SCORES = ("logits", "P_c", "log P_c")
 # An unselected block's M in a straight-through mask: its gradient grows with 1/M where the mask misses a row's mass.
 LEAST_WEIGHT = 1e-3
 NARROW = 0.7  # from a bracket of this width on Newton's method is certain to converge
@@ -129,8 +131,8 @@ class Relaxation:
     """The stand-in for the hard mask while the router is fitted: SoftTop-k at a temperature.
 
     Args:
-        scores: The argument of SoftTop-k: "P_c" as printed, or "log P_c", which puts blocks in the same order but whose
-            differences do not shrink with the number of blocks.
+        scores: The argument of SoftTop-k: "logits", the product of Eq. 16 without softmax and without c; "P_c", with
+            both, as in Algorithm 2; or "log P_c". All put blocks in the same order.
         temperature: In [1e-6, 3.4e38].
         straight_through: SoftTop-k gives the gradient alone; the forward pass takes the hard mask, with 0 raised to
             LEAST_WEIGHT, which bounds the gradient.
@@ -152,8 +154,10 @@ class Relaxation:
     def name(self) -> str:
         return f"{'straight-through' if self.straight_through else 'soft'}, {self.scores} / {self.temperature:g}"
 
-    def scores_of(self, logits: Tensor) -> Tensor:
-        """Return P_c or log P_c from the router's logits [..., Tm, Tn]."""
+    def scores_of(self, logits: Tensor, scale: float) -> Tensor:
+        """Return the argument of SoftTop-k from the router's logits [..., Tm, Tn], in which c is `scale`."""
+        if self.scores == "logits":
+            return logits / scale
         return logits.softmax(-1) if self.scores == "P_c" else logits.log_softmax(-1)
 
     def block_weights(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +169,8 @@ class Relaxation:
         return hard + (soft - soft.detach()), soft
 
 
-PRINTED = Relaxation("P_c", 0.1, straight_through=False)
+EQUATIONS_16_17 = Relaxation("logits", 0.1, straight_through=False)
+PRINTED = Relaxation("P_c", 0.1, straight_through=False)  # Algorithm 2, line 8
 
 
 class Router(nn.Module):

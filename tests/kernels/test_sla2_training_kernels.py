@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases import DEVICE, MARKS, ON_GPU
 
-from sage_ref.sla2 import SLA2, BlockSettings, block_count
+from sage_ref.sla2 import EQUATIONS_16_17, SLA2, BlockSettings, block_count
 from sage_ref.sla2.api import dispatch
 
 pytestmark = MARKS
@@ -51,6 +51,19 @@ def test_stage_1_computes_weighted_blocks_and_what_their_router_learns_from(n_q,
             x, y = x[weights > 0], y[weights > 0]
         floor = 1e-3 * do.norm() if name != "dW" else 1e-3 * do.norm() * y.numel() ** 0.5
         assert (x.double() - y).norm() <= ERROR * y.norm() + ERROR * floor, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_router_learns_by_equations_16_and_17_as_on_the_reference(dtype):
+    """Weights from 1e-9 to 1; the gradients of both projections and of alpha."""
+    q, k, v, do, _ = drawn(130, 700, 2, 1, 64, dtype)
+    found = {}
+    for backend in ("triton", "reference"):
+        core = SLA2(64, 2, sparsity=0.7, relaxation=EQUATIONS_16_17, backend=backend).to(DEVICE).stage(1)
+        output = core(q, k, v)
+        found[backend] = output, *torch.autograd.grad(output, list(core.parameters()), do)
+    for x, y in zip(*found.values(), strict=True):
+        assert (x.double() - y.double()).norm() <= 2 * ERROR * y.double().norm()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from sage_ref import SLA, SLA2, sparse_linear_attention
 from sage_ref.sla2 import (
+    EQUATIONS_16_17,
     FEATURE_MAPS,
     PRINTED,
     BlockSettings,
@@ -21,6 +22,7 @@ from sage_ref.sla2 import (
     soft_top_k,
     top_blocks,
 )
+from sage_ref.sla2.router import SCORES
 
 BLOCKS = {"sparsity": 0.6, "block_q": 16, "block_kv": 8}
 SMALL = BLOCKS | {"backend": "reference", "relaxation": PRINTED}
@@ -134,13 +136,24 @@ def test_the_router_is_not_rounded_to_16_bit():
 # SLA2, stage 1: the soft mask
 
 
+def scores_by_hand(model, q, k, kind):
+    """Of Eq. 16, without softmax and c, of Algorithm 2, and its log, from the means of blocks."""
+    q_bar = torch.stack([part.mean(-2) for part in q.split(16, -2)], -2) @ model.router.proj_q.weight.double().mT
+    k_bar = [part.mean(-2) for part in (k - k.mean(-2, keepdim=True)).split(8, -2)]
+    logits = q_bar @ (torch.stack(k_bar, -2) @ model.router.proj_k.weight.double().mT).mT
+    p_c = (logits / 8**0.5).exp()
+    p_c = p_c / p_c.sum(-1, keepdim=True)
+    return {"logits": logits, "P_c": p_c, "log P_c": p_c.log()}[kind]
+
+
 @pytest.mark.parametrize(("n_q", "n_k"), LENGTHS)
-def test_stage_1_weighs_both_branches_by_soft_top_k(n_q, n_k):
+@pytest.mark.parametrize("scores", SCORES)
+def test_stage_1_weighs_both_branches_by_soft_top_k(n_q, n_k, scores):
     """Dense: softmax of M e^S, and averages by common features weighed by 1 - M."""
     q, k, v = drawn_qkv(n_q, n_k)
-    model = module(relaxation=replace(PRINTED, temperature=0.3)).stage(1)
-    soft = soft_top_k(model.router(q, k).softmax(-1), selected_count(0.6, block_count(n_k, 8)), 0.3)
-    assert torch.equal(model.soft_block_mask(q, k), soft)
+    model = module(relaxation=Relaxation(scores, 0.3, straight_through=False)).stage(1)
+    soft = soft_top_k(scores_by_hand(model, q, k, scores), selected_count(0.6, block_count(n_k, 8)), 0.3)
+    assert_close(model.soft_block_mask(q, k), soft, atol=1e-12, rtol=0)
     w = at_tokens(soft, n_q, n_k)
     o_s = averaged(probabilities(q, k) * w, v)
     o_l = averaged(features(q) @ features(k).mT * (1 - w), v)
@@ -150,10 +163,11 @@ def test_stage_1_weighs_both_branches_by_soft_top_k(n_q, n_k):
 
 
 @pytest.mark.parametrize("protecting", [False, True])
-def test_gradients_of_stage_1_pass_gradcheck_in_inputs_router_and_alpha(protecting):
+@pytest.mark.parametrize("relaxation", [PRINTED, replace(EQUATIONS_16_17, temperature=0.5)])
+def test_gradients_of_stage_1_pass_gradcheck_in_inputs_router_and_alpha(protecting, relaxation):
     """Also beside protected keys, where they reach the router all the same."""
     qkv = [x.requires_grad_() for x in drawn_qkv(3, 7, 2, heads=1)]
-    options = {"block_q": 2, "block_kv": 2, "query_blocks": 2, "relaxation": PRINTED, "backend": "reference"}
+    options = {"block_q": 2, "block_kv": 2, "query_blocks": 2, "relaxation": relaxation, "backend": "reference"}
     model = SLA2(2, 1, sparsity=0.5, **options).double().stage(1)
     named = {name: parameter.detach().requires_grad_() for name, parameter in model.named_parameters()}
     protect = torch.arange(7) == 4 if protecting else None

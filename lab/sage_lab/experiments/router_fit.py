@@ -32,6 +32,7 @@ from sage_lab.training.capture import read_capture
 from sage_lab.training.fit import fit_with_adam
 from sage_ref.attention import softmax_scale
 from sage_ref.sla2 import (
+    EQUATIONS_16_17,
     PRINTED,
     SLA2,
     BlockSettings,
@@ -52,7 +53,8 @@ from sage_ref.sla2.blocks import by_parts_again, query_parts
 
 FITTED, HELD_OUT = "fitted", "held out"
 BASELINES = "baselines"
-RELAXATIONS = {relaxation.name: relaxation for relaxation in (PRINTED, Relaxation())}
+ARMS = (EQUATIONS_16_17, PRINTED, Relaxation())
+RELAXATIONS = {relaxation.name: relaxation for relaxation in ARMS}
 
 
 def printed_soft_attention(
@@ -152,7 +154,8 @@ def stage1_loss(
     # [b, H, rows * block_q, D]
     q, o = (into_blocks(x[sample], blocks.block_q)[:, :, rows].flatten(2, 3) for x in (fitted.query, fitted.output))
     k, v = fitted.key[sample], fitted.value[sample]
-    scores = settings.relaxation.scores_of(model.router(q, k))
+    c = softmax_scale(blocks.scale, q.shape[-1])
+    scores = settings.relaxation.scores_of(model.router(q, k), c)
     weights, soft = settings.relaxation.block_weights(scores, selected_count(model.sparsity, fitted.mass.shape[-1]))
     alpha = model.alpha(len(sample), fitted.mass.shape[-2])[:, :, rows]
     output = READINGS[settings.reading](q, k, v, weights, alpha, blocks)
