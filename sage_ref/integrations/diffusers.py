@@ -4,21 +4,25 @@ SageBwd is an attention backend like diffusers' own: call register(), then model
 SLA2 has parameters, so it becomes a part of the model: call install_sla2(model) before you make an optimiser. Later:
 
     model.save_pretrained(folder)  # router and alpha are in its file, the options of install_sla2 in its config
-    model = WanTransformer3DModel.from_pretrained(folder)  # leaves router and alpha out, and diffusers says so
-    load_sla2(model, folder)
+    model = with_sla2(WanTransformer3DModel).from_pretrained(folder)
+
+EMAModel(model.parameters(), model_cls=with_sla2(WanTransformer3DModel), model_config=model.config) saves the averages.
 """
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sage_ref.backend import warn_once
 from sage_ref.checks import check_module, shown
 from sage_ref.integrations.calls import Call, Policy, by_sagebwd, not_installed, obstacle, refuse
 from sage_ref.integrations.pytorch import SdpaMode
+from sage_ref.parallel import ParallelSLA2
 from sage_ref.sagebwd.settings import Options
 from sage_ref.sla2 import SLA2
 
@@ -123,13 +127,36 @@ class SLA2Processor(nn.Module):
         attention: The module, whose router and alpha are parameters of the model.
     """
 
+    _parallel: object = None
+
     def __init__(self, processor, attention: SLA2):
         super().__init__()
+        self.attention = attention
+        self.set_inner(processor)
+
+    def set_inner(self, processor) -> None:
+        """Take another processor's projections and positions; SLA2 stays."""
         self.processor = copy.copy(processor)  # several layers may share one
         if hasattr(self.processor, "_attention_backend"):
             names, _ = _dispatch()
             self.processor._attention_backend = names(NATIVE)
-        self.attention = attention
+        if config := getattr(processor, "_parallel_config", None):
+            self.processor._parallel_config = None  # what is native would exchange tokens and heads by itself
+            self._parallel_config = config
+
+    @property
+    def _parallel_config(self) -> object:
+        """The config that diffusers' `enable_parallelism` writes into each processor."""
+        return self._parallel
+
+    @_parallel_config.setter
+    def _parallel_config(self, config: object) -> None:
+        context = config.context_parallel_config
+        if context.ring_degree > 1:
+            got = context.ring_degree
+            raise ValueError(f"ring_degree: expected 1, since SLA2 has no ring: use ulysses_degree, got {got}")
+        self._parallel = config
+        self.attention = ParallelSLA2.of(self.attention, context._ulysses_mesh.get_group())
 
     def forward(self, layer: nn.Module, *inputs, **options):
         """Run as the processor of `layer`; the arguments are the other processor's."""
@@ -138,8 +165,22 @@ class SLA2Processor(nn.Module):
             output = self.processor(layer, *inputs, **options)
         if not reached:
             name = type(self.processor).__name__
-            raise ValueError(f"processor: expected one that calls F.scaled_dot_product_attention, got {name}")
+            raise ValueError(
+                "processor: expected one that calls F.scaled_dot_product_attention, as diffusers' own do without "
+                f"attention slicing, got {name}"
+            )
         return output
+
+
+def _set_processor(layer: nn.Module, processor) -> None:
+    """Set a layer's processor as its method does, but keep its SLA2.
+
+    diffusers sets others by itself, as in fuse_qkv_projections and set_attention_slice, and would drop SLA2's weights.
+    """
+    if isinstance(processor, SLA2Processor):
+        layer.processor = processor
+    else:
+        layer.processor.set_inner(processor)
 
 
 class _Sla2Mode(SdpaMode):
@@ -170,7 +211,8 @@ def install_sla2(
     "....processor.attention". So load a state that has them after this, and make the optimiser after this, too. They
     start in stage 2 with alpha at 0.95; then call `initialize_alpha(model, ...)`, and `stage(model, 1)` to train them.
     A second call on one model installs those that are not SLA2 yet. `model.config.sla2` keeps the options for
-    `load_sla2`; if a model already has it, it was saved with SLA2, and a warning says that this starts anew.
+    `with_sla2`; if a model already has it, it was saved with SLA2, and a warning says that this starts anew. A
+    processor that is set later computes projections and positions; SLA2 stays the layer's attention.
 
     Args:
         model: A model of diffusers.
@@ -195,7 +237,7 @@ def install_sla2(
     options |= {"quantize": quantize, "backward": backward, "query_blocks": query_blocks}
     chosen = [name for name in chosen if not isinstance(layers[name].processor, SLA2Processor)]
     if any(name in _saved_options(model) for name in chosen):
-        warn_once("the model was saved with SLA2. install_sla2 gives it a new router; load_sla2 loads its own.", 1)
+        warn_once("the model was saved with SLA2. install_sla2 gives it a new router; with_sla2 loads its own.", 1)
     _install(model, {name: (_made(layers[name], options, backend), options) for name in chosen})
     return list(sla2_modules(model))
 
@@ -210,8 +252,8 @@ def _install(model: nn.Module, made: dict[str, tuple[SLA2, dict]]) -> None:
     """Install modules, given with their options for the config by the processor's name in `model.attn_processors`."""
     for name, (attention, _) in made.items():
         layer = model.get_submodule(name.removesuffix(".processor"))
-        before = layer.processor.processor if isinstance(layer.processor, SLA2Processor) else layer.processor
-        layer.set_processor(SLA2Processor(before, attention))
+        layer.set_processor(SLA2Processor(layer.processor, attention))
+        layer.set_processor = partial(_set_processor, layer)
     if made and hasattr(model, "register_to_config"):
         model.register_to_config(sla2=_saved_options(model) | {name: options for name, (_, options) in made.items()})
 
@@ -221,52 +263,45 @@ def _saved_options(model: nn.Module) -> dict[str, dict]:
     return dict(getattr(model, "config", {}).get("sla2", {}))
 
 
-def load_sla2(model: nn.Module, folder: str | Path, *, backend: str = "auto") -> list[SLA2]:
-    """Give a model, after from_pretrained, the SLA2 that save_pretrained(folder) saved with it, and return its modules.
+def with_sla2(model_class: type, *, backend: str = "auto") -> type:
+    """Return a class like `model_class` whose from_pretrained and from_config make the SLA2 that a config describes.
+
+    Each returns a `model_class`. from_pretrained takes diffusers' arguments (subfolder, variant, torch_dtype, ...) and
+    loads router and alpha with the other weights.
 
     Args:
-        model: A model whose config has the options of its SLA2. One that was saved without SLA2 needs no more than
-            from_pretrained; `install_sla2` then starts a new router.
-        folder: The model's folder on this machine, in a pipeline the one inside it. The weights are safetensors, in any
-            number of files. Router and alpha get the dtype in which they were saved.
+        model_class: A class of diffusers' models.
         backend: As in `sage_ref.SLA2`.
 
     Raises:
-        TypeError: The model is no module, as a pipeline is none.
-        ValueError: The model was saved without SLA2, or the files lack a router or have one twice. The model then stays
-            as it was.
+        TypeError: `model_class` is no class of models.
+        ValueError: A model was saved without SLA2; it needs no more than `model_class` itself.
     """
-    check_module("model", model)
-    options = _saved_options(model)
-    if not options:
-        raise ValueError("model: expected one whose config has sla2, as install_sla2 leaves it, got one without")
-    state = _saved_state(Path(folder), tuple(f"{name}.attention." for name in options))
-    made = {}
-    for name, of_one in options.items():
-        attention = _made(model.get_submodule(name.removesuffix(".processor")), of_one, backend)
-        prefix, device = f"{name}.attention.", attention.alpha_logit.device
-        own = {key.removeprefix(prefix): x.to(device) for key, x in state.items() if key.startswith(prefix)}
-        for key in attention.state_dict():
-            if key not in own:
-                raise ValueError(f"folder: expected safetensors with {prefix}{key}, got none in {folder}")
-        attention.load_state_dict(own, assign=True)
-        made[name] = attention, of_one
-    _install(model, made)
-    return list(sla2_modules(model))
+    if not (isinstance(model_class, type) and hasattr(model_class, "from_config")):
+        raise TypeError(f"model_class: expected a class of diffusers' models, got {shown(model_class)}")
 
+    class WithSLA2(model_class):
+        @classmethod
+        def from_config(cls, config, return_unused_kwargs: bool = False, **options):
+            config = dict(config if isinstance(config, dict) else cls.load_config(config))
+            if not (saved := config.pop("sla2", None)):
+                raise ValueError("config: expected one with sla2, as install_sla2 leaves it, got one without")
+            model, unused = super().from_config(config, return_unused_kwargs=True, **options)
+            model.__class__ = model_class
+            layers = {name: model.get_submodule(name.removesuffix(".processor")) for name in saved}
+            _install(model, {name: (_made(layers[name], own, backend), own) for name, own in saved.items()})
+            return (model, unused) if return_unused_kwargs else model
 
-def _saved_state(folder: Path, prefixes: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the tensors in a folder's safetensors whose names have one of the prefixes."""
-    from safetensors import safe_open  # diffusers needs it, too
+        @classmethod
+        def from_pretrained(cls, *arguments, output_loading_info: bool = False, **options):
+            model, info = super().from_pretrained(*arguments, output_loading_info=True, **options)
+            missing = [name for name in info["missing_keys"] if ".processor.attention." in name]
+            if missing:
+                raise ValueError(f"weights: expected those of SLA2's routers and alphas, got none of {shown(missing)}")
+            return (model, info) if output_loading_info else model
 
-    state: dict[str, Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for name in filter(lambda name: name.startswith(prefixes), file.keys()):
-                if name in state:
-                    raise ValueError(f"folder: expected {name} in one file, got it once more in {path.name}")
-                state[name] = file.get_tensor(name)
-    return state
+    WithSLA2.__name__ = model_class.__name__  # which diffusers writes into configs
+    return WithSLA2
 
 
 def sla2_modules(model: nn.Module) -> Iterator[SLA2]:
@@ -290,14 +325,24 @@ def stage(model: nn.Module, number: int) -> None:
 def _some_sla2(model: nn.Module) -> list[SLA2]:
     if found := list(sla2_modules(model)):
         return found
-    raise ValueError("model: expected one with SLA2 (install_sla2, load_sla2), got one without")
+    raise ValueError("model: expected one with SLA2 (install_sla2, with_sla2), got one without")
 
 
 @torch.no_grad()
 def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
-    """Run `SLA2.initialize_alpha` of every SLA2 in a model on the inputs that it gets in model(*inputs, **options)."""
+    """Run `SLA2.initialize_alpha` of every SLA2 in a model on the inputs that it gets in model(*inputs, **options).
+
+    With a model inside DistributedDataParallel, or sharded by FSDP2, every process calls this, and alpha becomes that
+    of the mean of the processes' masses. Before weights are offloaded: their places hold nothing that could be set.
+
+    Raises:
+        TypeError, ValueError: The model is no module, or has no SLA2, or its weights are offloaded.
+    """
+    masses: dict[SLA2, Tensor] = {}
+    if any(module.alpha_logit.is_meta for module in _some_sla2(model)):
+        raise ValueError("model: expected weights in their places, got offloaded ones: initialise alpha before")
     hooks = [
-        module.register_forward_pre_hook(lambda module, qkv: module.initialize_alpha(*qkv[:2]))
+        module.register_forward_pre_hook(lambda module, qkv: masses.update({module: module.selected_mass(*qkv[:2])}))
         for module in _some_sla2(model)
     ]
     try:
@@ -305,3 +350,19 @@ def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
     finally:
         for hook in hooks:
             hook.remove()
+    for part in model.modules():
+        if hasattr(part, "reshard"):  # of FSDP2, whose root keeps gathered weights: what is written there is lost
+            part.reshard()
+    for module, mass in masses.items():
+        for group in _groups(model, module):
+            dist.all_reduce(mass, group=group)
+            mass /= group.size()
+        module.set_alpha(mass)
+
+
+def _groups(model: nn.Module, module: SLA2) -> list[dist.ProcessGroup]:
+    """Return the groups of processes that train one model."""
+    if isinstance(model, DistributedDataParallel):
+        return [model.process_group]
+    mesh = getattr(module.alpha_logit, "device_mesh", None)  # of FSDP2
+    return [] if mesh is None else mesh.get_all_groups()

@@ -1,10 +1,12 @@
 """SLA2 over several processes, each of which computes some of the heads."""
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sage_ref.checks import check_entries, check_heads, check_reverse_mode
+from sage_ref.checks import check_entries, check_heads
 from sage_ref.parallel.ulysses import checked_group, gather_heads, gathered, whole_sequences
 from sage_ref.sla2 import SLA2, block_count
 from sage_ref.sla2.api import dispatch
@@ -37,9 +39,15 @@ class ParallelSLA2(SLA2):
         super().__init__(head_dim, num_heads, **options)
         self.group = group
 
+    @classmethod
+    def of(cls, module: SLA2, group: dist.ProcessGroup | None) -> "ParallelSLA2":
+        """Return a module of `group` whose parameters and router are those of an SLA2, not copies."""
+        shared = copy.copy(module)
+        shared.__class__, shared.group = cls, group
+        return shared
+
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
-        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
-        check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
+        query, key, value = self._checked(query, key, value)
         group = checked_group(self.group, query, key)
         query, key, value = whole_sequences(group, query, key, value)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))

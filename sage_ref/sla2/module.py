@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import (
@@ -25,6 +26,38 @@ from sage_ref.shapes import in_working_dtype
 from sage_ref.sla2.api import dispatch, selected_mass
 from sage_ref.sla2.blocks import BlockSettings, block_count, into_blocks, selected_count
 from sage_ref.sla2.router import Relaxation, Router, Routing
+
+
+def write(parameter: Tensor, value: Tensor) -> None:
+    """Write a value into a parameter, of which this process may hold a shard, as with FSDP2."""
+    if hasattr(parameter, "device_mesh"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements).to_local()
+        parameter = parameter.to_local()
+    parameter.copy_(value)
+
+
+def check_averaged() -> None:
+    """Check that a DistributedDataParallel around this forward pass averages the gradients of every SLA2 in it.
+
+    It averages those of what trained when it was made, and says nothing of others.
+    """
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None:
+        return
+    buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+    averaged = {id(x) for bucket in buckets for x in bucket.parameters()}
+    modules = (module for module in wrapper.module.modules() if isinstance(module, SLA2))
+    if any(x.requires_grad and id(x) not in averaged for module in modules for x in module.parameters()):
+        raise ValueError(
+            "stage: expected it before DistributedDataParallel, which averages the gradients of what trained when it "
+            "was made, got it after: make it anew"
+        )
+
+
+# torch.compile can't trace it, but calls it while it compiles, as it does `warn_once`.
+check_averaged._dynamo_marked_constant = True
 
 
 class SLA2(nn.Module):
@@ -83,19 +116,28 @@ class SLA2(nn.Module):
         self.stage(2)
 
     def stage(self, number: int) -> "SLA2":
-        """Choose what is computed and what trains: 1, the soft mask, router and alpha; 2, the hard mask and alpha."""
+        """Choose what is computed and what trains: 1, the soft mask, router and alpha; 2, the hard mask and alpha.
+
+        What trains is set here, also if it was frozen before, as by LoRA. DistributedDataParallel averages gradients of
+        what trains when it is made, so make it after this.
+        """
         if not is_number(number) or number not in (1, 2):
             raise ValueError(f"number: expected stage 1 or 2, got {shown(number)}")
         self.current_stage = number
         self.router.requires_grad_(number == 1)
+        self.alpha_logit.requires_grad_(True)
+        self._averaging_checked = False  # not known yet
         return self
 
     def alpha(self, batch: int, query_blocks: int) -> Tensor:
         """Return sigmoid(alpha_logit), [B, H, Tm] as a view."""
+        self._check_length(query_blocks)
+        return torch.sigmoid(self.alpha_logit).expand(batch, -1, query_blocks)
+
+    def _check_length(self, query_blocks: int) -> None:
         stored = self.alpha_logit.shape[1]
         if stored not in (1, query_blocks):
             raise ValueError(f"query: expected {stored} blocks of queries, one per alpha of a head, got {query_blocks}")
-        return torch.sigmoid(self.alpha_logit).expand(batch, -1, query_blocks)
 
     @torch.no_grad()
     def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
@@ -116,23 +158,24 @@ class SLA2(nn.Module):
 
     def mass_of_heads(self, query: Tensor, key: Tensor, protect: Tensor | None) -> Tensor:
         """Compute `selected_mass` of checked arguments, for as many heads as query has."""
-        return selected_mass(query, key, self.routing(key, protect), self.settings, self.backend).mean(0)
+        return selected_mass(query, key, self.routing(query, key, protect), self.settings, self.backend).mean(0)
 
     def set_alpha(self, mass: Tensor) -> None:
         """Set alpha from the mass [H, Tm] of every head's query blocks, averaged over the blocks that share it."""
-        self.alpha(1, mass.shape[1])  # refuses a length that has no place in alpha_logit
+        self._check_length(mass.shape[1])
         if self.alpha_logit.shape[1] == 1:
             mass = mass.mean(-1, keepdim=True)
-        self.alpha_logit.copy_(mass.logit(eps=1e-4))
+        write(self.alpha_logit, mass.logit(eps=1e-4))
 
     def block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
         """Return the hard choice, bool [B, H, Tm, Tn], for query and key with equally many heads."""
-        return self.routing(key, protect).block_mask(query, key, self.settings)
+        return self.routing(query, key, protect).block_mask(query, key, self.settings)
 
-    def routing(self, key: Tensor, protect: Tensor | None = None) -> Routing:
-        """Return the router's hard choice for keys [..., Nk, D], still to be made."""
+    @torch.no_grad()
+    def routing(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Routing:
+        """Return the router's hard choice for queries and keys, still to be made."""
         protected, count = self._protected(protect, key)
-        return Routing(self.router.proj_q.weight.detach(), self.router.proj_k.weight.detach(), count, protected)
+        return Routing(*self.router.matrices(query), count, protected)
 
     def soft_block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
         """Return the weights of `relaxation`, [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
@@ -158,14 +201,22 @@ class SLA2(nn.Module):
         return protected, max(count, int(protected.sum()))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
-        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
-        check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
+        query, key, value = self._checked(query, key, value)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
         return dispatch(query, key, value, *self._choice(query, key, protect), alpha, self.backend)
+
+    def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Check the inputs of a forward pass, and that DistributedDataParallel knows of all that trains."""
+        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
+        check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
+        if not self._averaging_checked and torch.is_grad_enabled():
+            check_averaged()
+            self._averaging_checked = not torch.compiler.is_compiling()
+        return query, key, value
 
     def _choice(self, query: Tensor, key: Tensor, protect: Tensor | None) -> tuple[Tensor | Routing, BlockSettings]:
         """Return what chooses the blocks, in stage 1 the weights of `relaxation`, and the settings of this stage."""
         if self.current_stage == 2:
-            return self.routing(key, protect), self.settings
+            return self.routing(query, key, protect), self.settings
         with torch.autocast(query.device.type, enabled=False):
             return self.soft_block_mask(*in_working_dtype(query, key), protect), replace(self.settings, quantize=False)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import (
+    DTYPES,
     check_choice,
     check_count,
     check_floating,
@@ -189,7 +190,21 @@ class Router(nn.Module):
         nn.init.eye_(self.proj_k.weight)
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
-        return router_logits(query, key, self.proj_q.weight, self.proj_k.weight, self.settings)
+        return router_logits(query, key, *self.matrices(query), self.settings)
+
+    def matrices(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the matrices [D, D] that proj_q and proj_k multiply by, on the device of query.
+
+        They are what the layers, when called, make of the identity, and not their `weight`: offloading loads weights,
+        adapters (LoRA) add to them and quantised layers unpack them only when a layer is called.
+        """
+        found = []
+        with torch.autocast(query.device.type, enabled=False):
+            for projection in (self.proj_q, self.proj_k):
+                dtype = next((x.dtype for x in projection.parameters() if x.dtype in DTYPES), query.dtype)
+                identity = torch.eye(query.shape[-1], dtype=dtype, device=query.device)
+                found.append(projection(identity).mT)
+        return tuple(found)
 
 
 def router_logits(query: Tensor, key: Tensor, proj_q: Tensor, proj_k: Tensor, settings: BlockSettings) -> Tensor:

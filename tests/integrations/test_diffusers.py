@@ -3,6 +3,9 @@
 Skipped where diffusers is missing.
 """
 
+import copy
+import pickle
+import tempfile
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,15 +17,17 @@ from sage_ref.integrations.diffusers import (
     SLA2Processor,
     initialize_alpha,
     install_sla2,
-    load_sla2,
     register,
     sla2_modules,
     stage,
+    with_sla2,
 )
 from sage_ref.tracing import relative_l2
 
 diffusers = pytest.importorskip("diffusers", reason="needs the extra diffusers")
+import accelerate  # noqa: E402
 from diffusers.models import attention_dispatch  # noqa: E402
+from diffusers.training_utils import EMAModel  # noqa: E402
 
 BLOCKS = {"block_q": 64, "block_kv": 32, "backend": "reference"}
 
@@ -223,8 +228,8 @@ def with_trained_sla2():
     return model
 
 
-def loaded(folder):
-    return diffusers.WanTransformer3DModel.from_pretrained(folder)
+def loaded(folder, **options):
+    return with_sla2(diffusers.WanTransformer3DModel, backend="reference").from_pretrained(folder, **options)
 
 
 def aligned(model):
@@ -234,51 +239,137 @@ def aligned(model):
     return model
 
 
-@pytest.mark.parametrize(("size", "dtype"), [("10GB", torch.float32), ("20KB", torch.bfloat16)])
-def test_a_saved_model_has_the_same_bits_and_dtype_when_it_is_loaded(video, tmp_path, size, dtype):
-    """In one file and in many."""
-    model = with_trained_sla2().to(dtype)
-    model.save_pretrained(tmp_path / "model", max_shard_size=size)
-    assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 1) == (size == "20KB")
-    other = loaded(tmp_path / "model").to(dtype)
-    assert not list(sla2_modules(other))  # from_pretrained alone knows nothing of SLA2
-    load_sla2(other, tmp_path / "model", backend="reference")
+SAVED = {  # dtype, then arguments of save_pretrained and of from_pretrained; the folder has a float32 file, too
+    "one file": (torch.float32, {}, {}),
+    "many files": (torch.bfloat16, {"max_shard_size": "20KB", "variant": "bf16"}, {"variant": "bf16"}),
+    "variant": (torch.float16, {"variant": "fp16"}, {"variant": "fp16"}),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_saved_model_has_the_same_bits_and_dtype_when_it_is_loaded(video, tmp_path, name):
+    dtype, saving, loading = SAVED[name]
+    model = with_trained_sla2()
+    model.save_pretrained(tmp_path)
+    model = model.to(dtype)
+    model.save_pretrained(tmp_path, **saving)
+    other = loaded(tmp_path, **loading).to(dtype)
+    assert type(other) is type(model)
     video = {name: x.to(dtype) if x.is_floating_point() else x for name, x in video.items()}
     assert torch.equal(aligned(other)(**video).sample, model(**video).sample)
-    found = [(module.sparsity, module.settings.backward) for module in sla2_modules(other)]
-    assert found == [(0.5, "matched"), (0.7, "printed")]
-    assert [p.requires_grad for p in other.parameters()] == [p.requires_grad for p in model.parameters()]
-    for ours, saved in zip(sla2_modules(other), sla2_modules(model), strict=True):
-        for name, parameter in ours.named_parameters():
-            assert parameter.dtype == dtype
-            assert torch.equal(parameter, saved.get_parameter(name))
-    (module, _) = load_sla2(other, tmp_path / "model")  # once more, in the place of what was there
-    assert module.backend == "auto"
-    assert len(list(sla2_modules(other))) == 2
+    assert [(x.sparsity, x.settings.backward) for x in sla2_modules(other)] == [(0.5, "matched"), (0.7, "printed")]
+    for (name, ours), (saved_name, saved) in zip(other.named_parameters(), model.named_parameters(), strict=True):
+        assert (name, ours.dtype, ours.requires_grad) == (saved_name, saved.dtype, saved.requires_grad)
+        assert torch.equal(ours, saved)
     by_state = with_trained_sla2().to(dtype)
     by_state.load_state_dict(model.state_dict())
     assert torch.equal(by_state(**video).sample, model(**video).sample)
 
 
-def test_a_file_without_a_router_is_an_error_and_a_new_router_is_never_started_unnoticed(video, tmp_path):
-    plain = wan()
-    plain.save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="^model: expected one whose config has sla2, .*, got one without$"):
-        load_sla2(loaded(tmp_path / "plain"), tmp_path / "plain")
+def test_a_new_router_is_never_started_unnoticed(video, tmp_path):
+    wan().save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="^config: expected one with sla2, .*, got one without$"):
+        loaded(tmp_path / "plain")
+    with pytest.raises(TypeError, match="^model_class: expected a class of diffusers' models, got 3$"):
+        with_sla2(3)
     with_trained_sla2().save_pretrained(tmp_path / "sla2")
-    model = loaded(tmp_path / "sla2")
-    exact = model(**video).sample
-    name = r"blocks\.0\.attn1\.processor\.attention\.alpha_logit"
-    with pytest.raises(ValueError, match=f"^folder: expected safetensors with {name}, got none in .*plain$"):
-        load_sla2(model, tmp_path / "plain")
-    (file,) = (tmp_path / "sla2").glob("*.safetensors")
-    (tmp_path / "sla2" / "variant.safetensors").write_bytes(file.read_bytes())
-    with pytest.raises(ValueError, match="^folder: expected blocks.* in one file, got it once more in variant"):
-        load_sla2(model, tmp_path / "sla2")
-    assert torch.equal(model(**video).sample, exact)
-    with pytest.warns(UserWarning, match="the model was saved with SLA2.* load_sla2 loads its own") as caught:
+    model = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "sla2")  # alone it knows nothing of SLA2
+    assert not list(sla2_modules(model))
+    with pytest.warns(UserWarning, match="the model was saved with SLA2.* with_sla2 loads its own") as caught:
         install_sla2(model, sparsity=0.5, **BLOCKS)
     assert caught[0].filename == __file__
+
+
+def offloaded(model, device):
+    accelerate.cpu_offload(model, execution_device=torch.device(device))
+    return model
+
+
+def copied(model, device):
+    return copy.deepcopy(model)
+
+
+def pickled(model, device):
+    return pickle.loads(pickle.dumps(model))
+
+
+def frozen_and_called(model, device):
+    model.requires_grad_(False)
+    return partial(torch.func.functional_call, model, dict(model.state_dict()), args=())
+
+
+def averaged(model, device):
+    """EMAModel of a model that has not been changed yet, saved and loaded again by diffusers."""
+    with_parameters = {"model_cls": with_sla2(type(model), backend="reference"), "model_config": model.config}
+    average = EMAModel(model.parameters(), **with_parameters)
+    with tempfile.TemporaryDirectory() as folder:
+        average.save_pretrained(folder)
+        found = EMAModel.from_pretrained(folder, with_parameters["model_cls"])
+        assert all(torch.equal(*x) for x in zip(found.shadow_params, average.shadow_params, strict=True))
+        return aligned(loaded(folder)).to(device)
+
+
+ON_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.filterwarnings("ignore:It is deprecated to pass a pretrained model name:FutureWarning")  # EMAModel does
+@pytest.mark.parametrize("way", [offloaded, copied, pickled, frozen_and_called, averaged])
+@pytest.mark.parametrize("device", ["cpu", ON_GPU])
+def test_a_model_has_the_same_bits_however_it_is_run(video, way, device):
+    model, inputs = with_trained_sla2(), {name: x.to(device) for name, x in video.items()}
+    with torch.no_grad():
+        expected = copy.deepcopy(model).to(device)(**inputs).sample
+        model = model if way is offloaded else model.to(device)
+        run = way(model, device)
+        arguments = {"kwargs": inputs} if way is frozen_and_called else inputs
+        assert all(torch.equal(run(**arguments).sample.to(device), expected) for _ in "ab")
+
+
+def test_alpha_of_offloaded_weights_is_refused(video):
+    with pytest.raises(ValueError, match="^model: expected weights in their places, got offloaded ones: initialise"):
+        initialize_alpha(offloaded(with_trained_sla2(), "cpu"), **video)
+
+
+def test_adapters_on_all_linear_layers_reach_the_router_and_alpha_trains_beside_them(video):
+    peft = pytest.importorskip("peft", reason="needs the extra peft")
+    model = with_trained_sla2()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
+    stage(model, 1)
+    model(**video).sample.square().sum().backward()
+    learning = {name for name, x in model.named_parameters() if x.grad is not None and x.grad.any()}
+    for name, _ in model.named_parameters():
+        assert (name in learning) == ("lora" in name or "processor.attention" in name), name
+    adapted = model(**video).sample
+    model.disable_adapters()
+    for name, parameter in model.named_parameters():  # but those of the routers
+        parameter.data *= "router" not in name or "lora" not in name
+    model.enable_adapters()
+    assert relative_l2(model(**video).sample, adapted) > 1e-4
+
+
+def unet():
+    """Self-attention and cross-attention of two heads of 16, among 64 places of an image."""
+    blocks = {"down_block_types": ("CrossAttnDownBlock2D",), "up_block_types": ("CrossAttnUpBlock2D",)}
+    return diffusers.UNet2DConditionModel(
+        sample_size=16, block_out_channels=(32,), layers_per_block=1, cross_attention_dim=16, attention_head_dim=2,
+        norm_num_groups=8, **blocks,
+    )  # fmt: skip
+
+
+def test_a_processor_that_is_set_later_does_not_replace_sla2():
+    """fuse_qkv_projections does so, and attention slicing, whose processor calls no SDPA."""
+    model, inputs = unet(), (torch.randn(1, 4, 16, 16), 500, torch.randn(1, 5, 16))
+    exact = model(*inputs).sample
+    modules = install_sla2(model, sparsity=0.7, block_q=32, block_kv=16, backend="reference")
+    expected = model(*inputs).sample
+    assert relative_l2(expected, exact) > 1e-4
+    for change in (model.fuse_qkv_projections, model.unfuse_qkv_projections):
+        change()
+        assert list(sla2_modules(model)) == modules
+        torch.testing.assert_close(model(*inputs).sample, expected, rtol=1e-4, atol=1e-5)
+    model.set_attention_slice("auto")
+    with pytest.raises(ValueError, match="^processor: expected one that calls .* without attention slicing, got S"):
+        model(*inputs)
 
 
 def test_both_together_and_only_where_asked(video):
@@ -303,7 +394,7 @@ def test_both_together_and_only_where_asked(video):
     ):
         install_sla2(torch.nn.Linear(2, 2))
     pipeline = SimpleNamespace(transformer=model, config={})
-    for function, *rest in ((install_sla2,), (load_sla2, "folder"), (stage, 1), (initialize_alpha,)):
+    for function, *rest in ((install_sla2,), (stage, 1), (initialize_alpha,)):
         with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got SimpleNamespace$"):
             function(pipeline, *rest)
 
@@ -338,7 +429,7 @@ class Masked(Mute):
 
 
 UNKNOWN = [
-    (Mute(), r"processor: expected one that calls F\.scaled_dot_product_attention, got Mute"),
+    (Mute(), r"processor: expected one that calls F\.scaled_dot_product_attention, .*, got Mute$"),
     (Masked(attn_mask=torch.ones(1, 1, dtype=torch.bool)), "mask: expected none, "),
     (Masked(dropout_p=0.1), "dropout: expected none, "),
     (Masked(is_causal=True), "is_causal: expected none, "),

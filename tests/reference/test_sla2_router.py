@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sla2_oracles import drawn
+from sla2_oracles import drawn, drawn_qkv
+from torch import nn
 from torch.testing import assert_close
 
-from sage_ref.sla2 import BlockSettings, Router, block_mean, soft_top_k
+from sage_ref.sla2 import SLA2, BlockSettings, Router, block_mean, soft_top_k
 
 
 def gradient_of(x, count, temperature, grad_soft):
@@ -95,3 +96,47 @@ def test_logits_are_the_scores_of_projected_means():
     q_bar = block_mean(q, 16) @ router.proj_q.weight.double().mT
     k_bar = block_mean(k - k.mean(-2, keepdim=True), 8) @ router.proj_k.weight.double().mT
     assert_close(router(q, k), torch.einsum("bid,bjd->bij", q_bar, k_bar) * 0.7, atol=1e-12, rtol=0)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter beside it, as LoRA's are."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.down, self.up = layer, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        return self.layer(x) + self.up(self.down(x))
+
+
+class Packed(nn.Module):
+    """A layer that keeps its weight in INT8 and unpacks it when it is called, as quantised ones do."""
+
+    def __init__(self, layer):
+        super().__init__()
+        packed = torch.randint(-127, 128, (8, 8), dtype=torch.int8)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+
+    def forward(self, x):
+        return x @ (self.weight.to(x.dtype) / 64).mT
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda layer, inputs, output: output * torch.arange(8))
+    return layer
+
+
+@pytest.mark.parametrize(("change", "stage"), [(Adapted, 1), (Adapted, 2), (hooked, 1), (hooked, 2), (Packed, 2)])
+def test_the_router_multiplies_by_what_its_layers_compute_when_they_are_called(change, stage):
+    q, k, v = drawn_qkv(40, 80)
+    plain, expected, model = (SLA2(8, 2, sparsity=0.6, block_q=16, block_kv=8, backend="reference") for _ in "abc")
+    with torch.no_grad():
+        for name in ("proj_q", "proj_k"):
+            layer = change(getattr(model.router, name))
+            setattr(model.router, name, layer)
+            dtype = q.dtype if change is Packed else torch.float32
+            getattr(expected.router.to(dtype), name).weight.copy_(layer(torch.eye(8, dtype=dtype)).mT)
+        outputs = [x.stage(stage)(q, k, v) for x in (model, expected, plain)]
+        assert torch.equal(model.block_mask(q, k), expected.block_mask(q, k))
+    assert_close(*outputs[:2], atol=1e-12, rtol=0)
+    assert (outputs[0] - outputs[2]).abs().max() > 1e-4
