@@ -1,7 +1,9 @@
 """Tiles, heads and dtypes, as the references of SageBwd and SLA2 share them."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from sage_ref.checks import DTYPES
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -34,6 +36,16 @@ def repeat_heads(x: Tensor, heads: int) -> Tensor:
         return x
     # Widened first, so that the gradients of a group's heads are summed before they are rounded to 16 bit.
     return x.to(working_dtype(x)).repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def called(layer: nn.Module, x: Tensor) -> Tensor:
+    """Call a layer on x, in the dtype of its weights where that is floating.
+
+    A layer is called, and its weights are not read: offloading loads them, adapters (LoRA) add to them, and quantised
+    layers unpack them only then.
+    """
+    floating = (weight.dtype for weight in layer.parameters() if weight.dtype in DTYPES)
+    return layer(x.to(next(floating, x.dtype)))
 
 
 def in_working_dtype(query: Tensor, *others: Tensor) -> tuple[Tensor, ...]:

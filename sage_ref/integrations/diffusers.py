@@ -122,6 +122,8 @@ def _member(names, value: str):
 class SLA2Processor(nn.Module):
     """An attention processor with SLA2 as attention; all else, projections and positions, is the other processor's.
 
+    Without arguments it stands for that of a layer: diffusers makes such ones by class, where it loads an IP-Adapter.
+
     Args:
         processor: The other one; it must call F.scaled_dot_product_attention, as diffusers' do on their native backend.
         attention: The module, whose router and alpha are parameters of the model.
@@ -129,7 +131,7 @@ class SLA2Processor(nn.Module):
 
     _parallel: object = None
 
-    def __init__(self, processor, attention: SLA2):
+    def __init__(self, processor=None, attention: SLA2 | None = None):
         super().__init__()
         self.attention = attention
         self.set_inner(processor)
@@ -177,10 +179,10 @@ def _set_processor(layer: nn.Module, processor) -> None:
 
     diffusers sets others by itself, as in fuse_qkv_projections and set_attention_slice, and would drop SLA2's weights.
     """
-    if isinstance(processor, SLA2Processor):
-        layer.processor = processor
-    else:
+    if not isinstance(processor, SLA2Processor):
         layer.processor.set_inner(processor)
+    elif processor.attention is not None:
+        layer.processor = processor
 
 
 class _Sla2Mode(SdpaMode):
@@ -192,6 +194,9 @@ class _Sla2Mode(SdpaMode):
         self.reached = reached
 
     def attend(self, call: Call) -> Tensor:
+        keys, queries = call.key.shape[2], call.query.shape[2]
+        if self.reached and keys != queries:  # of an image beside the tokens, as IP-Adapters have it
+            raise ValueError(f"processor: expected one self-attention, got a second attention, of {keys} keys")
         self.reached.append(True)
         found = {"mask": call.attn_mask, "dropout": call.dropout_p or None, "is_causal": call.is_causal or None}
         found["scale"] = None if call.scale in (None, call.query.shape[3] ** -0.5) else call.scale

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from sage_ref.attention import softmax_scale
 from sage_ref.checks import (
-    DTYPES,
     check_choice,
     check_count,
     check_floating,
@@ -35,6 +34,7 @@ from sage_ref.checks import (
     check_temperature,
 )
 from sage_ref.derivatives import gradients_once
+from sage_ref.shapes import called
 from sage_ref.sla2.blocks import BlockSettings, router_means, top_blocks
 
 SCORES = ("logits", "P_c", "log P_c")
@@ -195,16 +195,11 @@ class Router(nn.Module):
     def matrices(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return the matrices [D, D] that proj_q and proj_k multiply by, on the device of query.
 
-        They are what the layers, when called, make of the identity, and not their `weight`: offloading loads weights,
-        adapters (LoRA) add to them and quantised layers unpack them only when a layer is called.
+        They are what the layers make of the identity.
         """
-        found = []
+        identity = torch.eye(query.shape[-1], dtype=query.dtype, device=query.device)
         with torch.autocast(query.device.type, enabled=False):
-            for projection in (self.proj_q, self.proj_k):
-                dtype = next((x.dtype for x in projection.parameters() if x.dtype in DTYPES), query.dtype)
-                identity = torch.eye(query.shape[-1], dtype=dtype, device=query.device)
-                found.append(projection(identity).mT)
-        return tuple(found)
+            return called(self.proj_q, identity).mT, called(self.proj_k, identity).mT
 
 
 def router_logits(query: Tensor, key: Tensor, proj_q: Tensor, proj_k: Tensor, settings: BlockSettings) -> Tensor:

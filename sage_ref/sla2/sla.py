@@ -8,11 +8,10 @@ computes both branches, so SLA takes twice the time that it should; its numbers 
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_ref.checks import check_count, check_heads, check_options, check_share
-from sage_ref.shapes import in_working_dtype
+from sage_ref.shapes import called, in_working_dtype
 from sage_ref.sla2.api import sparse_linear_attention
 from sage_ref.sla2.blocks import BlockSettings, heuristic_scores, selected_count, top_blocks
 from sage_ref.sla2.branches import linear_branch, sparse_branch
@@ -27,10 +26,8 @@ class SLA(nn.Module):
     Args:
         head_dim, num_heads: D and H.
         sparsity: Share of the key blocks that a query block leaves to the linear branch.
-        skipped: Share of the key blocks, those with the lowest scores, that neither branch sees.
         block_q, block_kv: Queries and keys of a block.
-        feature_map: phi of the linear branch, one of `FEATURE_MAPS`.
-        backend: As in `sage_ref.sparse_linear_attention`; only the reference, plain PyTorch, skips blocks.
+        backend: As in `sage_ref.sparse_linear_attention`.
 
     Raises:
         TypeError, ValueError: An argument does not fit; the message names it.
@@ -42,53 +39,40 @@ class SLA(nn.Module):
         num_heads: int,
         *,
         sparsity: float = 0.9,
-        skipped: float = 0.0,
         block_q: int = 128,
         block_kv: int = 64,
-        feature_map: str = "softmax",
         backend: str = "reference",
     ):
         super().__init__()
         check_count("head_dim", head_dim)
         check_count("num_heads", num_heads)
         check_share("sparsity", sparsity)
-        check_share("skipped", skipped)
-        if skipped > sparsity:
-            raise ValueError(f"skipped: expected at most sparsity, {sparsity}, got {skipped}")
         check_options(None, backend)
-        if backend != "reference" and (skipped or feature_map != "softmax"):
-            asked = f"skipped={skipped}, feature_map={feature_map!r}"
-            raise ValueError(f"backend: expected 'reference', which alone takes {asked}, got {backend!r}")
-        self.head_dim, self.num_heads, self.sparsity, self.skipped = head_dim, num_heads, sparsity, skipped
-        self.backend = backend
-        self.settings = BlockSettings(block_q, block_kv, feature_map=feature_map)
+        self.head_dim, self.num_heads, self.sparsity, self.backend = head_dim, num_heads, sparsity, backend
+        self.settings = BlockSettings(block_q, block_kv)
         self.proj = nn.Linear(head_dim, head_dim)
         nn.init.zeros_(self.proj.weight)
         nn.init.zeros_(self.proj.bias)
 
-    def block_masks(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the blocks that each branch sees, bool [B, H, Tm, Tn], for query and key with equally many heads."""
+    def block_mask(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the blocks of the sparse branch, bool [B, H, Tm, Tn], for query and key with equally many heads."""
         scores = heuristic_scores(query, key, self.settings).detach()
-        key_blocks = scores.shape[-1]
-        selected = top_blocks(scores, selected_count(self.sparsity, key_blocks))
-        seen = top_blocks(scores, key_blocks - round(self.skipped * key_blocks))
-        return selected, seen & ~selected
+        return top_blocks(scores, selected_count(self.sparsity, scores.shape[-1]))
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.proj.weight)
+        query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, query)
         with torch.autocast(query.device.type, enabled=False):
+            q, k, v = in_working_dtype(query, key, value)
+            mask = self.block_mask(q, k)
             if self.backend == "reference":
-                q, k, v = in_working_dtype(query, key, value)
-                selected, linear = self.block_masks(q, k)
-                o_s, _ = sparse_branch(q, k, v, selected, self.settings)
-                o_l = linear_branch(q, k, v, linear, self.settings)
+                o_s, _ = sparse_branch(q, k, v, mask, self.settings)
+                o_l = linear_branch(q, k, v, ~mask, self.settings)
             else:
-                selected, _ = self.block_masks(*in_working_dtype(query, key))
-                o_s, o_l = (self.one_branch(query, key, value, selected, alpha) for alpha in (1.0, 0.0))
-            repair = F.linear(o_l, self.proj.weight.to(o_l.dtype), self.proj.bias.to(o_l.dtype))
+                o_s, o_l = (self.one_branch(query, key, value, mask, alpha) for alpha in (1.0, 0.0))
+            repair = called(self.proj, o_l)
         return (o_s + repair).to(query.dtype)
 
-    def one_branch(self, query: Tensor, key: Tensor, value: Tensor, selected: Tensor, alpha: float) -> Tensor:
+    def one_branch(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, alpha: float) -> Tensor:
         """Return O_s with alpha = 1, O_l with alpha = 0: [B, H, Nq, D]."""
         blocks = {"block_q": self.settings.block_q, "block_kv": self.settings.block_kv}
-        return sparse_linear_attention(query, key, value, selected, alpha, backend=self.backend, **blocks)
+        return sparse_linear_attention(query, key, value, mask, alpha, backend=self.backend, **blocks)

@@ -357,13 +357,15 @@ def unet():
 
 
 def test_a_processor_that_is_set_later_does_not_replace_sla2():
-    """fuse_qkv_projections does so, and attention slicing, whose processor calls no SDPA."""
+    """fuse_qkv_projections does so, loading an IP-Adapter, and attention slicing, whose processor calls no SDPA."""
     model, inputs = unet(), (torch.randn(1, 4, 16, 16), 500, torch.randn(1, 5, 16))
     exact = model(*inputs).sample
     modules = install_sla2(model, sparsity=0.7, block_q=32, block_kv=16, backend="reference")
     expected = model(*inputs).sample
     assert relative_l2(expected, exact) > 1e-4
-    for change in (model.fuse_qkv_projections, model.unfuse_qkv_projections):
+    anew = {name: type(processor)() for name, processor in model.attn_processors.items()}
+    changes = model.fuse_qkv_projections, model.unfuse_qkv_projections, partial(model.set_attn_processor, anew)
+    for change in changes:
         change()
         assert list(sla2_modules(model)) == modules
         torch.testing.assert_close(model(*inputs).sample, expected, rtol=1e-4, atol=1e-5)
@@ -409,6 +411,15 @@ def test_a_processor_that_layers_share_stays_theirs(video):
     assert 1e-6 < relative_l2(model(**video).sample, expected) < 0.01
 
 
+class Twice:
+    """A processor with a second attention, to an image, as IP-Adapters have."""
+
+    def __call__(self, layer, hidden_states, *_):
+        x = hidden_states.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return (attend(x, x, x) + attend(x, x[:, :, :4], x[:, :, :4])).transpose(1, 2).flatten(-2)
+
+
 class Mute:
     """A processor that attends by itself."""
 
@@ -430,6 +441,7 @@ class Masked(Mute):
 
 UNKNOWN = [
     (Mute(), r"processor: expected one that calls F\.scaled_dot_product_attention, .*, got Mute$"),
+    (Twice(), "processor: expected one self-attention, got a second attention, of 4 keys$"),
     (Masked(attn_mask=torch.ones(1, 1, dtype=torch.bool)), "mask: expected none, "),
     (Masked(dropout_p=0.1), "dropout: expected none, "),
     (Masked(is_causal=True), "is_causal: expected none, "),
@@ -437,7 +449,7 @@ UNKNOWN = [
 ]
 
 
-@pytest.mark.parametrize(("processor", "message"), UNKNOWN, ids=["mute", "mask", "dropout", "causal", "scale"])
+@pytest.mark.parametrize(("processor", "message"), UNKNOWN, ids=["mute", "twice", "mask", "dropout", "causal", "scale"])
 def test_a_processor_that_sla2_can_not_serve_is_an_error(video, processor, message):
     model = wan(layers=1)
     model.blocks[0].attn1.set_processor(processor)
