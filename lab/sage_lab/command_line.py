@@ -129,7 +129,7 @@ def _option(field: Field, hint: Any) -> tuple[list[str], dict[str, Any]]:
 
 def _shown(default: Any) -> str:
     """Return the end of an option's help: its default, if that says anything."""
-    if default is MISSING or default is None or default is False or default == ():
+    if default is MISSING or default is None or default is False or default in ((), ""):
         return ""
     values = default if type(default) is tuple else [default]
     return f" (default: {' '.join(map(str, values))})"

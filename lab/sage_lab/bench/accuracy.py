@@ -5,11 +5,12 @@ Backward level 5 rounds more than the reference does: P and dS to float16, parts
 same shapes with every share of selected blocks.
 """
 
-import argparse
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
 import torch
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
@@ -17,7 +18,7 @@ from torch import Tensor
 
 import sage_ref
 from sage_lab.bench.timing import require_gpu
-from sage_lab.command_line import Failed
+from sage_lab.command_line import Arguments, Failed
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
 from sage_lab.records import Row, markdown_table, write_record
 from sage_lab.repairs import scales_in_a_record
@@ -25,10 +26,6 @@ from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.sla2 import block_count, selected_count, top_blocks
 from sage_ref.tracing import exact_intermediates, relative_l2
 
-LENGTHS = ((1, 1), (3, 3), (64, 1), (113, 203), (239, 1), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048))
-HEAD_DIMS = {"sagebwd": (32, 64, 96, 128), "sla2": (64, 128)}
-HEADS = ((4, 4), (8, 2), (4, 1))  # query heads, key heads
-DTYPES = ("float16", "bfloat16")
 OPERANDS = ("query", "key", "value")
 SELECTED: dict[str, Callable[[int], int]] = {  # how many of a row's key blocks
     "none": lambda blocks: 0,
@@ -40,6 +37,23 @@ SELECTED: dict[str, Callable[[int], int]] = {  # how many of a row's key blocks
 }
 
 Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Shapes on which kernels and reference are compared, each with each."""
+
+    head_dims: tuple[int, ...] = (32, 64, 96, 128)
+    lengths: tuple[tuple[int, int], ...] = (
+        *((1, 1), (3, 3), (64, 1), (113, 203), (239, 1), (799, 3), (1023, 1024), (1024, 1023), (2048, 2048)),
+    )  # of queries and keys
+    heads: tuple[tuple[int, int], ...] = ((4, 4), (8, 2), (4, 1))  # of queries and keys
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+    selected: tuple[str, ...] = tuple(SELECTED)  # with SLA2
+    device: str = "cuda"
+
+
+SAGEBWD, SLA2 = Grid(), Grid(head_dims=(64, 128))
 
 
 def results(attention: Callable, operands: Tensors, grad_output: Tensor) -> Tensors:
@@ -75,25 +89,32 @@ def errors(kernels: Tensors, reference: Tensors, n_k: int) -> dict[str, float]:
     return {name: float(f"{relative_l2(kernels[name], reference[name]):.3g}") for name in names}
 
 
-def sagebwd_rows(device: str = "cuda", **chosen: Sequence) -> Iterator[Row]:
-    """Yield the errors of `sagebwd_attention`: all shapes, masks, dtypes and granularities, or those chosen."""
-    every = {"lengths": LENGTHS, "head_dims": HEAD_DIMS["sagebwd"], "heads": HEADS, "is_causal": (False, True)}
-    every |= {"dtypes": DTYPES, "granularities": GRANULARITIES}
-    for lengths, head_dim, heads, is_causal, dtype, granularity in itertools.product(*(every | chosen).values()):
-        columns, *inputs = drawn(lengths, head_dim, heads, dtype, device)
+def sagebwd_rows(grid: Grid = SAGEBWD) -> Iterator[Row]:
+    """Yield the errors of `sagebwd_attention`, with all masks and granularities."""
+    for lengths, head_dim, heads, is_causal, dtype, granularity in itertools.product(
+        grid.lengths, grid.head_dims, grid.heads, (False, True), grid.dtypes, GRANULARITIES
+    ):
+        columns, *inputs = drawn(lengths, head_dim, heads, dtype, grid.device)
         options = {"is_causal": is_causal, "granularity": granularity, "enable_gqa": True}
         found = both(partial(sage_ref.sagebwd_attention, **options), *inputs)
         columns = {"table": "shapes", **columns, "causal": is_causal, "dtype": dtype}
         yield columns | scales_in_a_record(SageBwdSettings(granularity=granularity)) | errors(*found, lengths[1])
 
 
-def table1_rows(n: int = 2048, head_dim: int = 128, seeds: int = 5, device: str = "cuda") -> Iterator[Row]:
+def table1_rows(
+    n: int = 2048,
+    head_dim: int = 128,
+    seeds: int = 5,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Iterator[Row]:
     """Yield Table 1 with the kernels: relative L2 against exact attention, mean over seeds, beside the reference's."""
     settings = SageBwdSettings()
     for sigma, printed in PAPER_TABLE1.items():
         totals = {name: [0.0, 0.0] for name in TENSORS}
         for seed in range(seeds):
-            *operands, grad_output = table1_inputs(n, head_dim, sigma, seed, device)
+            tensors = table1_inputs(n, head_dim, sigma, seed, device)
+            *operands, grad_output = (x.to(dtype) for x in tensors)
             exact = exact_intermediates(*operands, grad_output, settings)
             found = both(sage_ref.sagebwd_attention, dict(zip(OPERANDS, operands, strict=True)), grad_output)
             for name, which in itertools.product(TENSORS, (0, 1)):
@@ -118,13 +139,14 @@ def sla2_inputs(
     return attention, operands | {"alpha": torch.rand(blocks[:3], device=device)}
 
 
-def sla2_rows(device: str = "cuda") -> Iterator[Row]:
+def sla2_rows(grid: Grid = SLA2) -> Iterator[Row]:
     """Yield the errors of `sparse_linear_attention`; nothing for a tensor whose reference is 0 exactly."""
-    for lengths, head_dim, heads, (selected, count), quantize, dtype in itertools.product(
-        LENGTHS, HEAD_DIMS["sla2"], HEADS, SELECTED.items(), (False, True), DTYPES
+    for lengths, head_dim, heads, selected, quantize, dtype in itertools.product(
+        grid.lengths, grid.head_dims, grid.heads, grid.selected, (False, True), grid.dtypes
     ):
-        columns, operands, grad_output = drawn(lengths, head_dim, heads, dtype, device)
-        kernels, reference = both(*sla2_inputs(operands, count, quantize, device), grad_output)
+        columns, operands, grad_output = drawn(lengths, head_dim, heads, dtype, grid.device)
+        attention, operands = sla2_inputs(operands, SELECTED[selected], quantize, grid.device)
+        kernels, reference = both(attention, operands, grad_output)
         compared = {name: x for name, x in reference.items() if x.float().norm() > 1e-3 * x.numel() ** 0.5}
         columns |= {"selected": selected, "quantize": quantize, "dtype": dtype}
         yield columns | errors(kernels, compared, lengths[1])
@@ -141,22 +163,23 @@ def largest(rows: Sequence[Row]) -> dict[str, float]:
     return {name: max(values) for name, values in found.items()}
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `accuracy`."""
-    parser.add_argument("--op", choices=("sagebwd", "sla2"), default="sagebwd", help="which kernels")
+@dataclass(frozen=True, kw_only=True)
+class Accuracy(Arguments):
+    """Options of `accuracy`."""
 
+    op: Annotated[Literal["sagebwd", "sla2"], "which kernels"] = "sagebwd"
 
-def accuracy_command(options: argparse.Namespace) -> None:
-    """Compare the kernels with the reference on this GPU."""
-    require_gpu()
-    rows = list(sla2_rows() if options.op == "sla2" else sagebwd_rows())
-    worst = largest(rows)
-    print(f"{len(rows)} cases, largest relative L2 against the simulating reference:\n")
-    print(markdown_table(worst, [worst.values()]))
-    if options.op == "sagebwd":
-        table1 = list(table1_rows())
-        print("\nTable 1, relative L2 against exact attention:\n")
-        columns = ("sigma", "tensor", "kernel_rel_l2", "reference_rel_l2", "paper_rel_l2")
-        print(markdown_table(columns, [[row[column] for column in columns] for row in table1]))
-        rows += table1
-    write_record(options.json, rows, command=options.command, seeds=[0])
+    def run(self, command: str) -> None:
+        """Compare the kernels with the reference on this GPU."""
+        require_gpu()
+        rows = list(sla2_rows() if self.op == "sla2" else sagebwd_rows())
+        worst = largest(rows)
+        print(f"{len(rows)} cases, largest relative L2 against the simulating reference:\n")
+        print(markdown_table(worst, [worst.values()]))
+        if self.op == "sagebwd":
+            table1 = list(table1_rows())
+            print("\nTable 1, relative L2 against exact attention:\n")
+            columns = ("sigma", "tensor", "kernel_rel_l2", "reference_rel_l2", "paper_rel_l2")
+            print(markdown_table(columns, [[row[column] for column in columns] for row in table1]))
+            rows += table1
+        write_record(self.json, rows, command=command, seeds=[0])

@@ -15,14 +15,14 @@ The table, common/launch_compiled.json, is read where nothing was measured. It i
 and so are all limits. 9.0 has measured launches.
 """
 
-import argparse
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 from sage_kernels.common.candidates import CANDIDATES, candidates
 from sage_kernels.common.launch_tables import launch_of as table_launch
 
-from sage_lab.bench.compile import SHARED_MEMORY, Case, add_selection, compile_kernel, every_case, selected
+from sage_lab.bench.compile import SHARED_MEMORY, Case, Selection, compile_kernel, every_case
 from sage_lab.bench.cost_model import clocks_per_score, demand
 from sage_lab.bench.instructions import exponentials, kind_of, scores_of, tile_loops
 from sage_lab.command_line import process_pool
@@ -74,28 +74,30 @@ def best_of(rows: list[Row]) -> Row:
     )
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `choose`."""
-    add_selection(parser)
+@dataclass(frozen=True, kw_only=True)
+class Choose(Selection):
+    """Options of `choose`."""
+
+    def run(self, command: str) -> None:
+        """Choose launch settings for GPUs that needn't be there, by compiling all candidates."""
+        every = {
+            key_of(case): case
+            for case in sorted(every_case(), key=lambda case: case.capability)
+            if case.kernel in CANDIDATES and case.capability != 90 and not case.is_unbiased
+        }
+        path, wanted = self.json or TABLE, self.of(every.values())
+        with only_writer(path), process_pool(self.workers) as pool:
+            known = {tuple(row[name] for name in KEY): row for row in (read_record(path).rows if path.exists() else [])}
+            for case in wanted:
+                launches = candidates(case.kernel, case.level)
+                best = choice(list(pool.map(counted, [case._replace(launch=launch) for launch in launches])))
+                if best is None:
+                    raise ValueError(f"candidates: expected one that fits {case.name}, found none")
+                known[key_of(case)] = best
+                write_record(path, [known[key] for key in every if key in known], command=command)
+                print(f"{case.name}: {table_launch(best)}, {best['spills_in_loops']} spills in loops", flush=True)
 
 
-def choose_command(options: argparse.Namespace) -> None:
-    """Choose launch settings for GPUs that needn't be there, by compiling all candidates."""
-    every = {
-        tuple(getattr(case, name) for name in KEY): case
-        for case in sorted(every_case(), key=lambda case: case.capability)
-        if case.kernel in CANDIDATES and case.capability != 90 and not case.is_unbiased
-    }
-    path, wanted = options.json or TABLE, selected(every.values(), options.only)
-    with only_writer(path), process_pool(options.workers) as pool:
-        known = {tuple(row[name] for name in KEY): row for row in (read_record(path).rows if path.exists() else [])}
-        for key, case in every.items():
-            if case not in wanted:
-                continue
-            launches = candidates(case.kernel, case.level)
-            best = choice(list(pool.map(counted, [case._replace(launch=launch) for launch in launches])))
-            if best is None:
-                raise ValueError(f"candidates: expected one that fits {case.name}, found none")
-            known[key] = best
-            write_record(path, [known[key] for key in every if key in known], command=options.command)
-            print(f"{case.name}: {table_launch(best)}, {best['spills_in_loops']} spills in loops", flush=True)
+def key_of(case: Case) -> tuple:
+    """Return what tells a kernel in the table from all others."""
+    return tuple(getattr(case, name) for name in KEY)

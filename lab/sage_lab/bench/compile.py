@@ -16,7 +16,6 @@ For 8.9 nothing is compiled: it takes the launches of 8.6, and the machine code 
 the same order, apart from the spelling of one conversion.
 """
 
-import argparse
 import hashlib
 import io
 import json
@@ -26,8 +25,9 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -55,7 +55,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
 from sage_lab.bench.bank_conflicts import conflicts
-from sage_lab.command_line import Failed, positive, process_pool
+from sage_lab.command_line import Arguments, Failed, positive, process_pool
 from sage_lab.records import markdown_table, read_json, write_file, write_record
 from sage_ref.prologue import Prologue
 from sage_ref.sla2.router import Routing
@@ -402,56 +402,57 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
 # The command
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands that compile."""
-    parser.add_argument("--only", metavar="TEXT", default="", help="names with this, such as 'sm_90 forward level 4'")
-    parser.add_argument("--workers", type=positive, default=2, help="number of processes")
+@dataclass(frozen=True, kw_only=True)
+class Selection(Arguments):
+    """Options of commands that compile."""
+
+    only: Annotated[str, "names with this, such as 'sm_90 forward level 4'"] = ""
+    workers: Annotated[int, positive, "number of processes"] = 2
+
+    def of(self, every: Iterable[Case]) -> list[Case]:
+        """Return the kernels whose name has `only` in it."""
+        names = {case.name: case for case in every}
+        found = [case for name, case in names.items() if self.only in name]
+        if not found:
+            raise ValueError(f"only: expected a part of a name such as {next(iter(names))!r}, got {self.only!r}")
+        return found
 
 
-def selected(every: Iterable[Case], only: str) -> list[Case]:
-    """Return the kernels whose name has `only` in it."""
-    names = {case.name: case for case in every}
-    found = [case for name, case in names.items() if only in name]
-    if not found:
-        raise ValueError(f"only: expected a part of a name such as {next(iter(names))!r}, got {only!r}")
-    return found
+@dataclass(frozen=True, kw_only=True)
+class Compile(Selection):
+    """Options of `compile`."""
 
+    all: Annotated[bool, "also compile kernels that match their record"] = False
+    update: Annotated[bool, "record the compiled kernels, their spills as new limits"] = False
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `compile`."""
-    add_selection(parser)
-    parser.add_argument("--all", action="store_true", help="also compile kernels that match their record")
-    parser.add_argument("--update", action="store_true", help="record the compiled kernels, their spills as new limits")
-
-
-def compile_command(options: argparse.Namespace) -> None:
-    """Compile what differs from its record, or all, for sm_80 to sm_120 and check the result."""
-    every, recorded = every_case(), read_json(RECORD, "the record of `compile`")
-    wanted = selected(every, options.only)
-    rows, complaints = [], []
-    with process_pool(options.workers) as pool:
-        digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))
-        asked = [x for x in wanted if options.all or recorded.get(x.name, [0, ""])[1] != digests[x]]
-        for case, (_, compiled) in zip(asked, pool.map(compile_kernel, asked), strict=True):
-            name = case.name
-            wrong = complaint(case, compiled, 10**6 if options.update else recorded.get(name, [0])[0])
-            rows.append({"kernel": name} | compiled._asdict())
-            print(f"{len(rows)} of {len(asked)}: {name}", file=sys.stderr)
-            if wrong:
-                complaints.append(f"{name}: {wrong}")
-            else:
-                recorded[name] = [compiled.spills, digests[case]]
-    if rows:
-        print(markdown_table(rows[0], [row.values() for row in rows]))
-    write_record(options.json, rows, command=options.command)
-    if options.update:  # without kernels that are gone
-        names = [case.name for case in every if case.name in recorded]
-        lines = [f" {json.dumps(name)}: {json.dumps(recorded[name])}" for name in names]
-        write_file(RECORD, "{\n" + ",\n".join(lines) + "\n}\n")
-    if complaints:
-        print("\n".join(complaints), file=sys.stderr)
-        raise Failed(f"{len(complaints)} of {len(wanted)} kernels are not as they should be")
-    print(
-        f"{len(wanted) - len(asked)} kernels are as recorded, {len(asked)} were compiled: none spills more than "
-        "recorded, all use the tensor cores they promise."
-    )
+    def run(self, command: str) -> None:
+        """Compile what differs from its record, or all, for sm_80 to sm_120 and check the result."""
+        every, recorded = every_case(), read_json(RECORD, "the record of `compile`")
+        wanted = self.of(every)
+        rows, complaints = [], []
+        with process_pool(self.workers) as pool:
+            digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))
+            asked = [x for x in wanted if self.all or recorded.get(x.name, [0, ""])[1] != digests[x]]
+            for case, (_, compiled) in zip(asked, pool.map(compile_kernel, asked), strict=True):
+                name = case.name
+                wrong = complaint(case, compiled, 10**6 if self.update else recorded.get(name, [0])[0])
+                rows.append({"kernel": name} | compiled._asdict())
+                print(f"{len(rows)} of {len(asked)}: {name}", file=sys.stderr)
+                if wrong:
+                    complaints.append(f"{name}: {wrong}")
+                else:
+                    recorded[name] = [compiled.spills, digests[case]]
+        if rows:
+            print(markdown_table(rows[0], [row.values() for row in rows]))
+        write_record(self.json, rows, command=command)
+        if self.update:  # without kernels that are gone
+            names = [case.name for case in every if case.name in recorded]
+            lines = [f" {json.dumps(name)}: {json.dumps(recorded[name])}" for name in names]
+            write_file(RECORD, "{\n" + ",\n".join(lines) + "\n}\n")
+        if complaints:
+            print("\n".join(complaints), file=sys.stderr)
+            raise Failed(f"{len(complaints)} of {len(wanted)} kernels are not as they should be")
+        print(
+            f"{len(wanted) - len(asked)} kernels are as recorded, {len(asked)} were compiled: none spills more than "
+            "recorded, all use the tensor cores they promise."
+        )
