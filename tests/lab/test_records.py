@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -11,8 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sage_lab import records
+from sage_lab.__main__ import read_options
 from sage_lab.command_line import written
 from sage_lab.records import Record, provenance, read_record, replaced, write_record
+from sage_lab.training.capture import read_capture
+from sage_lab.training.video_flow import read_weights
 
 ROWS = [{"tensor": "dQ", "rel_l2": 0.25, "std": None}, {"tensor": "dK", "rel_l2": 0.5, "std": 0.1}]
 
@@ -89,6 +93,46 @@ def test_a_caption_names_all_devices_and_says_when_a_record_is_archived():
     assert Record(facts, []).caption == "measured on H100 and H200, 2026-01-02"
     archived = Record(facts | {"archived": "its command is gone"}, [])
     assert archived.caption == "measured on H100 and H200, 2026-01-02, archived"
+
+
+def provenances():
+    """Every record's name and provenance, those of captures and of weights too."""
+    for path in sorted(records.RECORDED.glob("*.json")):
+        yield path.name, read_record(path).provenance
+    for path in sorted(records.RECORDED.glob("*.safetensors")):
+        if path.name.startswith("capture"):
+            yield path.name, read_capture(path).provenance
+        else:
+            yield path.name, read_weights([path])[2]["provenance"]
+
+
+def is_on_this_branch(commit):
+    asked = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+    return subprocess.run(asked, cwd=records.REPOSITORY, capture_output=True, check=False).returncode == 0
+
+
+def all_commits_are_here():
+    asked = ["git", "rev-parse", "--is-shallow-repository"]
+    found = subprocess.run(asked, cwd=records.REPOSITORY, capture_output=True, text=True, check=False)
+    return found.stdout.strip() == "false"
+
+
+@pytest.mark.parametrize(("name", "facts"), list(provenances()), ids=lambda x: x if isinstance(x, str) else "")
+def test_a_record_can_be_made_again_or_says_why_not(name, facts, tmp_path, monkeypatch):
+    """Its command is accepted, and its commit is an ancestor of this one."""
+    if "archived" in facts:
+        assert facts["archived"]
+        return
+    monkeypatch.chdir(tmp_path)
+    program, *arguments = shlex.split(facts["command"].rpartition(" -m ")[2])
+    for argument in arguments:
+        if "." in argument:  # the files that it reads are there
+            (tmp_path / argument).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / argument).touch()
+    assert program == "sage_lab"
+    assert callable(read_options([argument.replace("cuda", "cpu") for argument in arguments]))
+    if all_commits_are_here():
+        assert all(map(is_on_this_branch, records.listed(facts["commit"])))
 
 
 def test_the_commit_is_marked_when_sources_differ_from_it(tmp_path, monkeypatch):
