@@ -74,6 +74,11 @@ class Gap:
     right: tuple[tuple[str, str], ...] = ()  # other ways to write the solution: an old text in it, and a new one
 
     @cached_property
+    def text(self) -> str:
+        """The solution's."""
+        return source(self.solution)
+
+    @cached_property
     def expected(self) -> list[Outcome]:
         """The solution's trials. None of them fails: no failure may count as right."""
         outcomes = self.outcomes(self.solution)
@@ -117,10 +122,12 @@ class Report:
     found: Sequence[Any]  # its results
     expected: Sequence[Any]
     answer: Callable | None = None  # unless it ran in another process
+    text: str | None = None  # of the answer, if it has one
     number: int | None = None  # of the first trial with a wrong result
     difference: Any = None  # of that result
     mistake: Mistake | None = None  # the likeliest: it gives that result, if not all of them
-    explains_all: bool = False  # whether the mistake gives all results
+    given: Sequence[Any] = ()  # the solution's results with this mistake made
+    explains_all: bool = False  # whether these are all of the answer's
     overwritten: frozenset[int] = frozenset()  # the inputs that the answer changes and the solution does not
 
     @property
@@ -130,11 +137,11 @@ class Report:
 
 def examine(gap: Gap, answer: Callable) -> Report:
     """Try an answer, and find the mistake that it makes if it is wrong."""
-    outcomes = gap.outcomes(answer)
+    outcomes, text = gap.outcomes(answer), source(answer)
     found, expected = ([outcome.result for outcome in each] for each in (outcomes, gap.expected))
-    report = compare(found, expected, possible_mistakes(gap, answer), partial(results_with, gap), difference)
+    report = compare(found, expected, possible_mistakes(gap, text), partial(results_with, gap), difference)
     overwritten = (own.changed - right.changed for own, right in zip(outcomes, gap.expected, strict=True))
-    return replace(report, answer=answer, overwritten=frozenset().union(*overwritten))
+    return replace(report, answer=answer, text=text, overwritten=frozenset().union(*overwritten))
 
 
 def compare(
@@ -163,9 +170,9 @@ def compare(
         if differ(found[number], given[number]) is not None:
             continue
         if all(differ(*pair) is None for pair in zip(found, given, strict=True)):
-            return replace(report, mistake=mistake, explains_all=True)
+            return replace(report, mistake=mistake, given=given, explains_all=True)
         if report.mistake is None:
-            report = replace(report, mistake=mistake)
+            report = replace(report, mistake=mistake, given=given)
     return report
 
 
@@ -181,12 +188,11 @@ def results_with(gap: Gap, mistake: Mistake) -> list:
     return [outcome.result for outcome in gap.outcomes(mistaken(gap, mistake))]
 
 
-def possible_mistakes(gap: Gap, answer: Callable) -> Iterator[Mistake]:
-    """Yield the mistakes that change no line which the answer has as it should be."""
-    text = source(gap.solution)
-    right_lines = statements(text) & statements(source(answer) or "")
+def possible_mistakes(gap: Gap, text: str | None) -> Iterator[Mistake]:
+    """Yield the mistakes that change no line which an answer's text has as it should be."""
+    right_lines = statements(gap.text) & statements(text or "")
     for mistake in gap.mistakes:
-        if right_lines <= statements(edited(text, [mistake])):
+        if right_lines <= statements(edited(gap.text, [mistake])):
             yield mistake
 
 
@@ -368,7 +374,7 @@ def defined(text: str, file: str, names: dict[str, Any]) -> dict[str, Any]:
 def mistaken(gap: Gap, mistake: Mistake) -> Callable:
     """Return the solution with this mistake made."""
     original = plain(gap.solution)
-    text = edited(source(original), [mistake])
+    text = edited(gap.text, [mistake])
     file = f"<{original.__name__} with {mistake.edits}>"  # its own: source() finds the text by it
     return defined(text, file, dict(original.__globals__))[original.__name__]
 

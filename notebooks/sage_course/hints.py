@@ -29,7 +29,6 @@ from sage_course.gaps import (
     is_right,
     parts_of,
     plain,
-    results_with,
     same,
     source,
 )
@@ -81,14 +80,14 @@ def hint(gap: Gap, report: Report, by_line: bool = True) -> str:
     """
     if report.number is None:
         return IN_PLACE
-    if report.explains_all and fails_in_the_same_lines(gap, report):
+    if report.explains_all and fails_in_the_same_lines(report):
         return f"Hint: {report.mistake.hint}"
     found, expected = report.found[report.number], report.expected[report.number]
     if by_line and (wrong := try_lines(gap, report.answer).wrong):
         return about_lines(gap, wrong, failed=getattr(found, "line", ""))
     if report.overwritten:
         return IN_PLACE
-    if names := names_of_the_notebook(gap, report.answer):
+    if report.text and (names := names_of_the_notebook(gap, report)):
         return f"Hint: {names}"
     fact = about_result(found, expected)
     if report.mistake and not isinstance(found, Raised):
@@ -100,19 +99,17 @@ def hint(gap: Gap, report: Report, by_line: bool = True) -> str:
     return text and f"Hint: {text}"
 
 
-def fails_in_the_same_lines(gap: Gap, report: Report) -> bool:
-    """Whether an answer fails where its mistake fails: one error has many reasons."""
-    pairs = zip(report.found, results_with(gap, report.mistake), strict=True)
+def fails_in_the_same_lines(report: Report) -> bool:
+    """Return whether an answer fails where its mistake fails: one error has many reasons."""
+    pairs = zip(report.found, report.given, strict=True)
     return all(own.line == given.line for own, given in pairs if isinstance(own, Raised))
 
 
-def names_of_the_notebook(gap: Gap, answer: Callable) -> str:
+def names_of_the_notebook(gap: Gap, report: Report) -> str:
     """Return a sentence about the notebook's numbers that an answer reads and the solution doesn't; "" for none."""
-    if not (text := source(answer)):
-        return ""
-    found = plain(answer).__globals__
+    found = plain(report.answer).__globals__
     values = int | float | Tensor | tuple | list | dict
-    names = names_read(text) - names_read(source(gap.solution))
+    names = names_read(report.text) - names_read(gap.text)
     named = [f"`{name}`" for name in sorted(names) if isinstance(found.get(name), values)]
     if not named:
         return ""
@@ -158,7 +155,7 @@ def try_lines(gap: Gap, answer: Callable) -> Lines:
     Nothing is known of a function that is a single line, or too different from the solution.
     """
     with suppress(Exception):  # what cannot be tried is not told, and stops no notebook
-        own, right = rows(answer), rows(gap.solution)
+        own, right = rows(source(answer)), rows(gap.text)
         differ = [x for x in own if x in right and "def " not in x[0] and own[x].strip() != right[x].strip()]
         missing = [x for x in differ if has_gap(own[x].strip() + " pass" * own[x].endswith(":"))]
         written = [x for x in differ if x not in missing]
@@ -183,10 +180,10 @@ def try_lines(gap: Gap, answer: Callable) -> Lines:
     return Lines()
 
 
-def rows(function: Callable) -> dict[tuple[str, int], str]:
-    """Return a function's lines, by what each sets or calls and by how often that came before."""
+def rows(text: str) -> dict[tuple[str, int], str]:
+    """Return a program's lines, by what each sets or calls and by how often that came before."""
     found = {}
-    for row in ast.unparse(ast.parse(source(function))).splitlines():
+    for row in ast.unparse(ast.parse(text)).splitlines():
         what = re.match(r"(?:return|if|while)\b|.*?(?= [-+*/@]?= |\(| in |$)", row.strip())[0]
         found[what, sum(what == other for other, _ in found)] = row
     return found
@@ -291,9 +288,9 @@ def small_change(gap: Gap, report: Report, fact: Fact) -> Change:
 
     fact: is said, if it is sure, where the text shows no single change.
     """
-    if source(report.answer) is None:
+    if report.text is None:
         return Change("")
-    own, right = (ast.unparse(ast.parse(source(x))) for x in (report.answer, gap.solution))
+    own, right = (ast.unparse(ast.parse(text)) for text in (report.text, gap.text))
     made, to_be_made = mutants.mutants(right, own), mutants.mutants(own, right)
 
     # Without running anything

@@ -1,4 +1,4 @@
-"""A notebook in JupyterLab, as a learner uses it: sliders moved before and after every cell is run, one filled in."""
+"""A reader's copy in JupyterLab: every cell run, sliders moved, one cell filled in."""
 
 import contextlib
 import json
@@ -12,10 +12,11 @@ import time
 import urllib.request
 
 import pytest
+from sage_course.copies import make_copies
 from sage_lab.records import REPOSITORY
 
-NOTEBOOK, TRUSTED = "notebooks/00_start_here.ipynb", "trusted.ipynb"
-CELLS = json.loads((REPOSITORY / NOTEBOOK).read_text())["cells"]
+NAME = "00_start_here.ipynb"
+CELLS = json.loads((REPOSITORY / "notebooks" / NAME).read_text())["cells"]
 TEXTS = ["".join(cell["source"]) for cell in CELLS]
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},  # cells out of sight are drawn, too
@@ -32,27 +33,21 @@ ERRORS = ".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']"
 
 @pytest.fixture(scope="module")
 def lab(page_at, tmp_path_factory):
-    """The address of a JupyterLab with a copy of the notebook, and with its sliders in one that is trusted."""
+    """The address of a JupyterLab with a reader's copy of the notebook."""
     folder = tmp_path_factory.mktemp("lab")
     pictures = REPOSITORY / "notebooks" / "book" / "static"  # which notebooks show
     shutil.copytree(pictures, folder / "notebooks" / "book" / "static")
-    notebook = json.loads((REPOSITORY / NOTEBOOK).read_text())
-    for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
-            cell["execution_count"] = None
-    sliders = [cell for cell in notebook["cells"] if "slider" in "".join(cell["source"])]
-    files = {f"settings/@jupyterlab/{name}.jupyterlab-settings": x for name, x in SETTINGS.items()}
-    for name, content in (files | {NOTEBOOK: notebook, TRUSTED: notebook | {"cells": sliders}}).items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(content))
+    list(make_copies([REPOSITORY / "notebooks" / NAME], folder / "my"))
+    for name, content in SETTINGS.items():
+        file = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR")}
     own["JUPYTERLAB_SETTINGS_DIR"] = str(folder / "settings")
     own["PYTHONPATH"] = os.pathsep.join(str(REPOSITORY / part) for part in ("", "kernels", "lab", "notebooks"))
-    trust = [sys.executable, "-m", "jupyter", "trust", str(folder / TRUSTED)]  # as `make lab` does
-    subprocess.run(trust, env=os.environ | own, check=True, capture_output=True)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--port-retries=0"]
     command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={folder}", "--LabApp.expose_app_in_browser=True"]
     with (folder / "log.txt").open("w") as log:
@@ -89,27 +84,18 @@ def expect_sliders(panel, count):
         assert picture.screenshot() != before
 
 
-def test_sliders_move_before_and_after_a_notebook_runs_and_what_a_reader_types_is_checked(lab, page_at):
+def test_a_copy_runs_its_sliders_move_and_what_a_reader_types_is_checked(lab, page_at):
     page, complaints = page_at(lab)
     page.goto(f"{lab}lab?reset")
     page.wait_for_function("window.jupyterapp")
     panel = page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
-    count = sum("\nslider(" in text for text in TEXTS)
-    page.evaluate(OPEN, TRUSTED)
-    expect_sliders(panel, count)
-    page.evaluate(OPEN, NOTEBOOK)
-    windows = panel.locator(".jp-OutputArea-output figure > div").filter(has=page.locator("img"))
-    windows.nth(count - 1).wait_for()
-    assert panel.get_by_role("slider").count() == 0  # no script runs in a notebook that isn't trusted
-    for window in windows.all():
-        before = window.screenshot()
-        window.evaluate("window => { window.scrollLeft += window.clientWidth; }")
-        assert window.screenshot() != before
+    page.evaluate(OPEN, f"my/{NAME}")
+    assert panel.locator(".jp-OutputArea-output").count() == 0
     page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
     code = [cell for cell in CELLS if cell["cell_type"] == "code"]
     last = max(i for i, cell in enumerate(code, 1) if not cell["metadata"].get("jupyter"))  # a folded one has no prompt
     panel.locator(".jp-InputPrompt", has_text=f"[{last}]:").wait_for()
-    expect_sliders(panel, count)
+    expect_sliders(panel, sum("\nslider(" in text for text in TEXTS))
     assert panel.locator(ERRORS).all_inner_texts() == []
     place = next(i for i, text in enumerate(TEXTS) if "= fill_in(" in text)
     (solution,) = re.findall(r"```python\n(.*?)```", TEXTS[place + 1], re.DOTALL)

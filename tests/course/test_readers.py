@@ -9,12 +9,13 @@ import importlib
 import json
 import os
 import re
+import textwrap
 import time
 import warnings
 
 import pytest
 from matplotlib import pyplot
-from sage_course.gaps import Mistake, defined, edited, plain, source
+from sage_course.gaps import Mistake, defined, edited, plain
 from sage_course.outline import INSTALL, notebook_files
 from sage_lab.records import REPOSITORY
 
@@ -25,10 +26,11 @@ LONG = float("inf") if ALL else 0.5  # seconds
 def filled_in(text, gap, number):
     """Return a cell's text with a right form of the solution in the place of the function with `...` in it."""
     pair = gap.right[min(number, len(gap.right) - 1)]
-    (node,) = (x for x in ast.parse(text).body if getattr(x, "name", "") == plain(gap.solution).__name__)
+    name, lines = plain(gap.solution).__name__, text.splitlines(keepends=True)
+    (node,) = (x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef) and x.name == name)
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
-    lines = text.splitlines(keepends=True)
-    return "".join(lines[:first]) + edited(source(gap.solution), [Mistake(*pair)]) + "".join(lines[node.end_lineno :])
+    function = textwrap.indent(edited(gap.text, [Mistake(*pair)]), node.col_offset * " ")
+    return "".join(lines[:first]) + function + "".join(lines[node.end_lineno :])
 
 
 @pytest.mark.parametrize("number", (0, 1) if ALL else (0,))
