@@ -70,9 +70,12 @@ def for_later_cells(gap: Gap, answer: Callable) -> Callable:
     alone, at most by 1% of their length, the solution's is returned, with its dtype and its shape: an INT8 value that
     the last bit of a factor turns over can spoil no later assertion. Else the reader's own result is returned.
 
-    A Triton program, and a function that changes its inputs as the solution does, are returned as they are.
+    What may have effects is not run twice, and is returned as it is: a Triton program, a function that changes its
+    inputs as the solution does, and one that is given functions to call.
     """
-    if not inspect.isfunction(answer) or any(outcome.changed for outcome in gap.expected):
+    is_given_functions = any(callable(x) for inputs in gap.trials() for x in inputs)
+    changes_inputs = any(outcome.changed for outcome in gap.expected)
+    if is_given_functions or changes_inputs or not inspect.isfunction(answer):
         return answer
 
     @wraps(answer)
