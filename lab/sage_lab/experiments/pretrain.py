@@ -155,7 +155,7 @@ def train_here(options: Pretrain, run: PretrainRun, command: str) -> None:
     with processes(options.device) as group:
         if group.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matmul
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False
         corpus = read_corpus(options.corpus)
         config, settings = config_and_settings(options, run, corpus)
@@ -262,7 +262,9 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
     command += ["--snapshots", *map(str, options.snapshots)] if options.snapshots else []
     command += ["--minutes", str(options.minutes)] if options.minutes else []
     environment = os.environ | {PARENT: str(os.getpid())}
-    environment |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
     with log.open("a") as output:
         code = subprocess.run(command, stdout=output, stderr=output, env=environment, check=False).returncode
     if code:
