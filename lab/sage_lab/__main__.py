@@ -33,7 +33,6 @@ COMMANDS = {
         "train without gradient noise, to see whether SageBwd falls behind and remedies help",
     ),
     "pretrain": ("experiments.pretrain", "pre-train language models that differ in their attention; a rerun continues"),
-    "pretrain-speed": ("experiments.pretrain_speed", "time a training step with exact attention and SageBwd"),
     "train-router": ("experiments.router_fit", "fit SLA2's router and alpha to full attention"),
     "matched": ("experiments.matched", "compare SLA2's printed backward pass with one that matches the forward"),
     "video train": ("experiments.video.command", "pre-train a video model with full attention"),

@@ -1,7 +1,7 @@
 """Pre-training of the Llama, with batches of any size, whose gradients are accumulated over several passes."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import Row
-from sage_lab.training.capture import attention_errors, attention_tensors, next_token_loss
+from sage_lab.training.capture import next_token_loss
 from sage_lab.training.corpus import Corpus
 from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings, read_checkpoint
 from sage_lab.training.probe import probe
@@ -50,11 +50,7 @@ class TokenLoss(nn.Module):
 
 
 class Pretraining(ResumableTraining):
-    """A Llama that learns to predict the next token of a corpus, whose tail is kept for validation.
-
-    trace: at every report, measure the error that SageBwd makes, or would make, in each layer (`traces`).
-    build: make the model, spread over several devices if wanted.
-    """
+    """A Llama that learns to predict the next token of a corpus. What the corpus holds out validates."""
 
     def __init__(
         self,
@@ -62,14 +58,11 @@ class Pretraining(ResumableTraining):
         config: LlamaConfig,
         settings: PretrainSettings,
         device: torch.device | str = "cpu",
-        *,
-        trace: bool = False,
-        build: Callable[[LlamaConfig], nn.Module] = Llama,
         processes: Processes = ALONE,
     ):
-        self.config, self.trace = config, trace
+        self.config = config
         arguments = arguments_of(config, settings, corpus)
-        super().__init__(lambda: build(config), settings, arguments, device, processes)
+        super().__init__(lambda: Llama(config), settings, arguments, device, processes)
         if settings.batch_size // settings.micro_batch_size % processes.count:
             passes = f"passes for each of {processes.count} processes"
             raise ValueError(f"batch_size: expected {passes}, got {settings.batch_size} sequences")
@@ -79,7 +72,6 @@ class Pretraining(ResumableTraining):
             self.token_loss.compile(dynamic=False)
         if processes.count > 1:
             self.spread = DistributedDataParallel(self.token_loss, gradient_as_bucket_view=True)
-        self.traces: list[Row] = []
         self.probes: list[Row] = []
 
     def passes(self) -> list[tuple[Tensor, ...]]:
@@ -114,15 +106,13 @@ class Pretraining(ResumableTraining):
         return total / settings.validation_sequences
 
     def report(self, train_losses: Sequence[float]) -> Row:
-        """Return the base's row, and measure the errors of every layer's attention if asked for.
+        """Return the base's row, and probe the gradients if asked for.
 
         Raises `Diverged` as well if the training loss since the last report is above that of guessing, ln(vocabulary).
         The first steps and the warm-up are not judged: a model that has learned nothing yet may well be worse.
         """
         since = self.losses[-1]["step"] if self.losses else 0
         row = super().report(train_losses)
-        if self.trace:
-            self.traces += [{"step": self.step} | error for error in self.attention_errors()]
         if self.settings.probe_sequences:
             batch = self.validation_batch(self.settings.probe_sequences)
             self.probes.append({"step": self.step} | probe(self.model, batch, self.autocast))
@@ -133,13 +123,7 @@ class Pretraining(ResumableTraining):
             )
         return row
 
-    def attention_errors(self) -> list[Row]:
-        """Return the errors of every layer's attention, on one validation sequence."""
-        with torch.enable_grad(), self.autocast():
-            _, captured = attention_tensors(self.model, *self.validation_batch(1), range(self.config.layers))
-        return attention_errors(captured, self.config.reference_settings)
-
-    HISTORY = (*ResumableTraining.HISTORY, "traces", "probes")
+    HISTORY = (*ResumableTraining.HISTORY, "probes")
 
 
 def arguments_of(config: LlamaConfig, settings: PretrainSettings, corpus: Corpus) -> dict[str, Any]:

@@ -4,8 +4,9 @@ import textwrap
 from collections.abc import Sequence
 
 from sage_lab.bench.ratios import OURS, PEER_NAMES, UNBIASED, peer_ratios, turns
-from sage_lab.experiments.pretrain_speed import relative_rate
 from sage_lab.records import Record, Row, markdown_table, read_record
+
+from sage_course.results.pretraining import relative_rate
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
 VIDEO = "video_speed_h200"

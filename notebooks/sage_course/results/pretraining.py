@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import NamedTuple
 
-from sage_lab.records import Record, Row
+from sage_lab.records import Record, Row, markdown_table
 from scipy.special import stdtrit  # the inverse of Student's distribution
 
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -132,6 +132,34 @@ def last_errors(record: Record, tokens_per_step: int, qk_norm: bool) -> dict[str
         if row["step"] == last:
             found.setdefault(f"layer {row['layer']}", {})[row["tensor"]] = row["rel_l2"]
     return found
+
+
+# The attentions of the archived `pretrain-speed`, as its record names them.
+TIMED = {
+    "exact": "PyTorch's pick (cuDNN)",
+    "flash_attention_2": "FlashAttention-2",
+    "flash_attention_4": "FlashAttention-4",
+    "sagebwd_apart": "SageBwd, QK-norm and rotation separate",
+    "sagebwd": "SageBwd",
+}
+
+
+def relative_rate(record: Record, row: Row, attention: str) -> float:
+    """Return a row's tokens per second over those of another attention at the same length."""
+    (other,) = record.select(attention=attention, context=row["context"])
+    return row["tokens_per_second"] / other["tokens_per_second"]
+
+
+def speed_table(record: Record) -> str:
+    """Return what ran, its time and rate, and its rate over those of exact attention's kernels."""
+    peers = [name for name in TIMED if "sagebwd" not in name]
+    lines = []
+    for row in record.rows:
+        ratios = (f"{relative_rate(record, row, peer):.2f}" for peer in peers)
+        rate = f"{row['tokens_per_second']:,}"
+        lines.append((row["context"], TIMED[row["attention"]], row["ms_median"], rate, *ratios))
+    header = ("N", "attention", "ms per step", "tokens/s", *(f"times as fast as {TIMED[peer]}" for peer in peers))
+    return markdown_table(header, lines)
 
 
 # The rules for runs of `python -m sage_lab pretrain --model gpt`, written before the first of them.

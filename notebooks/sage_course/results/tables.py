@@ -2,14 +2,13 @@
 
 import itertools
 
-from sage_lab.experiments.pretrain_speed import speed_table
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
 from sage_lab.records import markdown_table, read_record
 
 from sage_course.results import full_batch
 from sage_course.results.claims import claims, hypothesis
-from sage_course.results.pretraining import PAPER_LOSSES, loss_summary, pretrain_runs
+from sage_course.results.pretraining import PAPER_LOSSES, loss_summary, pretrain_runs, speed_table
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
@@ -83,7 +82,7 @@ def pretraining_speed() -> str:
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and batch"
     model += ", {tokens_per_pass:,} per pass"
     described = f"Above 1 a row is faster, {record.timed}; {model.format(**record.provenance['plan'])}, bfloat16"
-    return f"{markdown_table(*speed_table(record.rows))}\n\n{described}; {record.caption}."
+    return f"{speed_table(record)}\n\n{described}; {record.caption}."
 
 
 def parallel() -> str:

@@ -4,7 +4,9 @@ import math
 
 import pytest
 from pretrain_cases import poisoned
+from process_cases import run_together
 from sage_lab.__main__ import main
+from sage_lab.experiments.turns import time_columns
 from sage_lab.records import read_record
 
 OPTIONS = (  # noqa: SIM905 (as it is typed)
@@ -58,3 +60,37 @@ def test_runs_that_the_record_has_are_not_made_again(text, capfd):
     with pytest.raises(SystemExit):
         main([*arms, "--warmup", "0.5"])
     assert "json: expected a file whose small_exact" in capfd.readouterr().err
+
+
+def test_steps_are_timed_in_turn(text):
+    main([*OPTIONS, "--attention", "exact", "sagebwd", "--time", "2"])
+    rows = read_record(text / "run.json").rows
+    assert [(row["arm"], row["protocol"], row["devices"]) for row in rows] == [
+        (arm, "paired", 1) for arm in ("exact", "sagebwd")
+    ]
+    for row in rows:
+        assert row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
+        assert row["tokens_per_second"] == pytest.approx(64e3 / row["ms_median"], rel=0.01)
+    assert not (text / "runs").exists()
+
+
+def test_times_are_their_median_and_percentiles():
+    assert time_columns([5.0, 1.0, 2.0, 4.0, 3.0]) == {"ms_median": 3.0, "ms_p20": 1.8, "ms_p80": 4.2}
+    assert time_columns([1.2345], digits=3) == dict.fromkeys(("ms_median", "ms_p20", "ms_p80"), 1.234)
+
+
+def test_two_processes_train_as_one_does_and_go_on_where_they_were_stopped(text):
+    """Two passes a step: the sum of their halves is the same number in any order."""
+    main(OPTIONS)
+    alone = read_record(text / "run.json").rows[0]
+    together = [*OPTIONS[:-3], "together", "--json", "together.json"]
+    printed = run_together(text, main, [*together, "--minutes", "0.0001"])
+    assert "the same command goes on" in printed
+    assert not (text / "together.json").exists()
+    run_together(text, main, together)
+    record = read_record(text / "together.json")
+    (row,) = record.rows
+    assert (row["devices"], row["parameters"]) == (2, alone["parameters"])
+    for name in ("step_losses", "gradient_norms", "curve", "probes"):
+        assert row[name] == alone[name], name
+    assert record.provenance["command"].startswith("torchrun --standalone --nproc-per-node 2 -m sage_lab pretrain ")

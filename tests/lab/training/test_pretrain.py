@@ -15,11 +15,10 @@ from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, new_training, pretraine
 from sage_lab.models.llama import Llama
 from sage_lab.plan import OutOfTime
 from sage_lab.records import replaced
-from sage_lab.training.capture import attention_errors, attention_tensors, next_token_loss
+from sage_lab.training.capture import next_token_loss
 from sage_lab.training.loop import snapshot_path, train
 from sage_lab.training.pretrain import Pretraining, load_model, result_row
-
-from sage_ref.tracing import INTERMEDIATES
+from sage_lab.training.probe import ARMS, largest_score
 
 SNAPSHOTS = (3, 8)
 
@@ -257,25 +256,50 @@ def test_divergence_ends_the_run_as_a_result_also_if_it_is_killed_as_it_diverges
     assert result_row(pretrained(tmp_path, settings=settings)) == row
 
 
-# Traces, and the row of a record
+# Probes, and the row of a record
 
 
-def test_a_trace_is_the_error_of_every_layer_at_every_report_once(tmp_path, monkeypatch):
-    config = replace(CONFIG, granularity="row", backend="reference", smooth_q=True)
-    run = config, replace(SETTINGS, steps=2, report_every=1)
+def test_a_probe_is_the_error_of_the_gradient_at_every_report_once_and_changes_nothing(tmp_path, monkeypatch):
+    config = replace(CONFIG, backend="reference")
+    run = config, replace(SETTINGS, steps=2, report_every=1, probe_sequences=2)
     when = lambda training, path: training.step == 2  # noqa: E731
-    cases.stopped_run(monkeypatch, "save", when, tmp_path, *run, trace=True)
-    training = pretrained(tmp_path, *run, trace=True)
-    places = [(row["step"], row["layer"], row["tensor"]) for row in training.traces]
-    assert places == [(step, layer, name) for step in range(3) for layer in range(2) for name in INTERMEDIATES]
-    batch = sixteen_letters().split(0.02)[1].batch(1, 24, seed=0, step=0)
-    expected = attention_errors(attention_tensors(training.model, *batch, (0, 1))[1], config.reference_settings)
-    assert training.traces[-2 * len(INTERMEDIATES) :] == [{"step": 2} | row for row in expected]
-    assert saved(tmp_path / "run.pt")["traces"] == training.traces
-    # Looking on changes nothing.
-    plain = pretrained(tmp_path / "plain", *run)
-    assert plain.traces == []
+    cases.stopped_run(monkeypatch, "save", when, tmp_path, *run)
+    training = pretrained(tmp_path, *run)
+    assert [row["step"] for row in training.probes] == [0, 1, 2]
+    assert saved(tmp_path / "run.pt")["probes"] == training.probes
+    plain = pretrained(tmp_path / "plain", config, replace(run[1], probe_sequences=0))
     cases.assert_same_bits(dict(plain.model.state_dict()), dict(training.model.state_dict()))
+
+    def gradients(config):
+        model = Llama(config)
+        model.load_state_dict(training.model.state_dict())
+        next_token_loss(model, *training.validation_batch(2)).backward()
+        return {name: x.grad for name, x in model.named_parameters()}
+
+    def error(found, part):
+        names = [name for name in exact if name.startswith(part)]
+        difference = torch.cat([(found[name] - exact[name]).flatten() for name in names])
+        return pytest.approx(
+            (difference.norm() / torch.cat([exact[name].flatten() for name in names]).norm()), rel=0.01
+        )
+
+    exact, last = gradients(CONFIG), training.probes[-1]
+    for arm, changes in ARMS.items():
+        found = gradients(replace(config, **changes))
+        if arm != "exact":
+            assert last["errors"][arm] == error(found, "")
+            assert last["by_layer"][arm] == [error(found, f"blocks.{layer}.") for layer in (0, 1)]
+    assert last["errors"]["exact"] < 1e-5
+    assert last["gradient_norm"] == pytest.approx(
+        torch.cat([x.flatten() for x in exact.values()]).norm().item(), rel=1e-3
+    )
+    assert last["attention"]["between"] == {name: [0.0, 0.0] for name in ("dQ", "dK", "dV")}
+
+
+def test_the_largest_score_is_that_of_a_query_and_a_key_that_it_sees():
+    query = torch.tensor([[[[3.0, 0, 0, 0], [0, -2, 0, 0]]]])
+    key = torch.tensor([[[[1.0, 2, 0, 0], [100, 0, 0, 0]]]])  # query 0 does not see key 1
+    assert largest_score(query, key) == 2.0
 
 
 def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
