@@ -46,6 +46,18 @@ def sla2_kernels(query: Tensor, settings: object) -> tuple[ModuleType, str | Non
     return ops, ops.obstacle(query, settings)
 
 
+def pays_from(device: torch.device, head_dim: int, is_causal: bool) -> int:
+    """Return from how many tokens on SageBwd's kernels were measured to keep up with PyTorch's attention."""
+    if MISSING_PACKAGE:
+        return 0
+    from sage_kernels.sagebwd import ops
+
+    return ops.pays_from(device, head_dim, is_causal)
+
+
+pays_from._dynamo_marked_constant = True  # as `warn_once`, below
+
+
 def why_not_triton(find_kernels: Callable[..., tuple[ModuleType, str | None]], *call: object) -> str | None:
     """Say why the kernels can't compute a call, or return None if they can."""
     if MISSING_PACKAGE:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.forward_ad import unpack_dual
 
 BACKENDS = ("auto", "reference", "triton")
@@ -14,6 +15,8 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 # The largest entry of query and key where squares are summed over features, queries and keys, in float32.
 LARGEST_ENTRY = 1e15
 LEAST_TEMPERATURE = 1e-6
+PLAIN_TENSORS = (Tensor, nn.Parameter)  # of no library's own kind
+PLAIN_OPTIONS = {bool, int, float, str, type(None)}
 
 
 def shown(value: object) -> str:
@@ -22,6 +25,47 @@ def shown(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def kind_of(tensors: Sequence[Tensor], options: tuple) -> tuple | None:
+    """Return all that the checks of a call look at: a call of the same kind as an earlier one needs none.
+
+    None: more than that must be looked at, or autocast would cast a tensor.
+    """
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return None
+    types = tuple(map(type, options))  # True is equal to 1
+    if not PLAIN_OPTIONS.issuperset(types):
+        return None
+    dtype, found = None, [*options, types]
+    for x in tensors:
+        if type(x) not in PLAIN_TENSORS or x.is_nested or x.is_meta or x.is_inference():
+            return None
+        if dtype is None:
+            device = x.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if x.dtype != dtype or x.layout is not torch.strided:
+            return None
+        found += x.shape, x.device
+    return dtype, *found
+
+
+class Fitting:
+    """Kinds of calls whose arguments were checked and fit, and what is known of each."""
+
+    MOST = 1024
+
+    def __init__(self):
+        self.known = {}
+
+    def get(self, kind: tuple | None) -> object | None:
+        return None if kind is None else self.known.get(kind)
+
+    def add(self, kind: tuple | None, known: object) -> None:
+        if kind is not None:
+            if len(self.known) == self.MOST:
+                self.known.clear()
+            self.known[kind] = known
 
 
 def check_dense(name: str, x: Tensor) -> None:
@@ -149,6 +193,13 @@ def check_count(name: str, value: int) -> None:
         raise ValueError(f"{name}: expected at least 1, got {shown(value)}")
     if value > LARGEST_COUNT:
         raise ValueError(f"{name}: expected at most {LARGEST_COUNT}, got {shown(value)}")
+
+
+def check_least(name: str, value: int | None) -> None:
+    """Check a number from which on something is done: None, 0 or more."""
+    if value is None or (type(value) is int and value == 0):
+        return
+    check_count(name, value)
 
 
 def check_share(name: str, value: float) -> None:

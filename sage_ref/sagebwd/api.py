@@ -7,11 +7,13 @@ from torch import Tensor
 
 from sage_ref.attention import softmax_scale
 from sage_ref.backend import chosen_kernels, sagebwd_kernels
-from sage_ref.checks import checked_attention
+from sage_ref.checks import Fitting, checked_attention, kind_of
 from sage_ref.prologue import Prologue, RoundedGradient, checked_prologue
 from sage_ref.sagebwd.settings import Options, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
 from sage_ref.shapes import repeat_heads
+
+FITTING = Fitting()  # by kind of call, the kernels that compute it
 
 
 def sagebwd_attention(
@@ -80,17 +82,29 @@ def sagebwd_attention(
             what was expected and what it got.
         RuntimeError: A second derivative is taken.
     """
-    query, key, value = checked_attention(query, key, value, enable_gqa)
     options = Options(smooth_k, smooth_q, granularity, unbiased, backend)
-    options.check(scale, is_causal=is_causal, enable_gqa=enable_gqa)
-    if prologue is not None:
-        prologue = checked_prologue(prologue, query, key)
-    kernels = chosen_kernels(backend, sagebwd_kernels, query, smooth_q)
+    kind = None if prologue else kind_of((query, key, value), (*options, is_causal, scale, enable_gqa))
+    kernels = FITTING.get(kind)
     if kernels is None:
-        return reference_attention(query, key, value, options.settings(is_causal, scale), prologue)
-    choice = {"smooth_k": smooth_k, "granularity": granularity, "unbiased": unbiased, "prologue": prologue}
-    c = softmax_scale(scale, query.shape[3])
-    return kernels.sagebwd_attention(query, key, value, is_causal=is_causal, scale=c, **choice)
+        query, key, value = checked_attention(query, key, value, enable_gqa)
+        options.check(scale, is_causal=is_causal, enable_gqa=enable_gqa)
+        if prologue is not None:
+            prologue = checked_prologue(prologue, query, key)
+        kernels = chosen_kernels(backend, sagebwd_kernels, query, smooth_q)
+        if kernels is None:
+            return reference_attention(query, key, value, options.settings(is_causal, scale), prologue)
+        FITTING.add(kind, kernels)
+    return kernels.sagebwd_attention(
+        query,
+        key,
+        value,
+        is_causal=is_causal,
+        scale=softmax_scale(scale, query.shape[3]),
+        smooth_k=smooth_k,
+        granularity=granularity,
+        unbiased=unbiased,
+        prologue=prologue,
+    )
 
 
 def reference_attention(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sage_ref.backend import chosen_kernels, sla2_kernels, why_not_triton
 from sage_ref.checks import (
+    Fitting,
     cast_for_autocast,
     check_alpha,
     check_block_mask,
@@ -16,12 +17,15 @@ from sage_ref.checks import (
     check_options,
     check_reverse_mode,
     check_together,
+    kind_of,
 )
 from sage_ref.shapes import in_working_dtype, repeat_heads, working_dtype
 from sage_ref.sla2.blocks import BlockSettings, block_count, block_mass
 from sage_ref.sla2.branches import soft_sparse_linear_attention
 from sage_ref.sla2.router import Routing
 from sage_ref.sla2.whole import SparseLinearFunction
+
+FITTING = Fitting()  # by kind of call, its settings
 
 
 def sparse_linear_attention(
@@ -78,11 +82,15 @@ def sparse_linear_attention(
         TypeError, ValueError: An argument does not fit; the message names it, what was expected and what it got.
         RuntimeError: A second derivative is taken.
     """
-    check_each(query=query, key=key, value=value)
-    query, key, value = cast_for_autocast(query, key, value)
-    check_together(query, key, value, enable_gqa=True)
-    check_options(scale, backend, quantize=quantize)
-    settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize, backward=backward)
+    kind = kind_of((query, key, value), (quantize, backward, scale, block_q, block_kv, backend))
+    settings = FITTING.get(kind)
+    if settings is None:
+        check_each(query=query, key=key, value=value)
+        query, key, value = cast_for_autocast(query, key, value)
+        check_together(query, key, value, enable_gqa=True)
+        check_options(scale, backend, quantize=quantize)
+        settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize, backward=backward)
+        FITTING.add(kind, settings)
     blocks = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
     block_mask = check_block_mask(block_mask, query, blocks)
     alpha = check_alpha(alpha, query, blocks[:3])

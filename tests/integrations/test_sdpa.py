@@ -77,6 +77,21 @@ def test_options_are_those_of_sagebwd_attention(qkv):
             sdpa(**wrong)
 
 
+def test_calls_of_fewer_tokens_than_asked_for_stay_exact(qkv):
+    short = [x[:, :, :100].detach().requires_grad_() for x in qkv]
+    exact = [with_gradients(F.scaled_dot_product_attention, tensors) for tensors in (short, qkv)]
+    for least, taken in ((0, 2), (None, 2), (101, 1), (150, 1), (151, 0)):  # None: on a CPU nothing is chosen
+        with sdpa(minimum_tokens=least, **REFERENCE) as routed:
+            found = [with_gradients(F.scaled_dot_product_attention, tensors) for tensors in (short, qkv)]
+            F.scaled_dot_product_attention(qkv[0][:, :, :1], *qkv[1:])  # one query is few, however many keys there are
+        assert routed.taken == taken + (not least)
+        assert all_equal(found[0], exact[0]) is bool(least)
+        assert all_equal(found[1], exact[1]) is (taken == 0)
+    for wrong, error in ((-1, ValueError), (True, TypeError), (2.0, TypeError), ("512", TypeError)):
+        with pytest.raises(error, match="^minimum_tokens: expected"):
+            sdpa(minimum_tokens=wrong)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_transformer_of_pytorch_is_taken_in_both_modes(training):
     """Its MultiheadAttention calls SDPA where a mode doesn't look, and in eval mode a fused kernel."""

@@ -508,6 +508,12 @@ def test_the_operation_takes_hoppers_if_the_head_size_allows(gpu, where, levels)
     assert levels_at(gpu(*capability), head_dim) == levels
 
 
+def test_where_int8_pays_was_measured_on_hopper_alone(gpu):
+    kinds = [*product((32, 64, 80, 128), (False, True))]
+    assert all(1000 < ops.pays_from(gpu(9, 0), *kind) <= 16384 for kind in kinds)
+    assert not any(ops.pays_from(gpu(8, 9), *kind) for kind in kinds)
+
+
 def test_the_interpreter_gets_other_levels(gpu, monkeypatch):
     device = gpu(9, 0)
     monkeypatch.setenv("TRITON_INTERPRET", "1")

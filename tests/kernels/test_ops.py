@@ -704,6 +704,46 @@ def test_what_the_kernels_cannot_do_is_an_error_if_asked_for_and_else_the_refere
     assert all_equal(outputs, [call("reference")] * 2)
 
 
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"is_causal": 1}, "is_causal: expected a bool, got int"),
+        ({"smooth_k": 1}, "smooth_k: expected a bool, got int"),
+        ({"scale": True}, "scale: expected a float or None, got bool"),
+        ({"granularity": ["row"]}, "granularity: expected one of"),
+        ({"backend": "Triton"}, "backend: expected one of"),
+    ],
+    ids=str,
+)
+def test_what_is_equal_to_good_options_of_an_earlier_call_is_refused(changed, error):
+    """A call like an earlier one is not checked again; 1 is equal to True, and nothing like it."""
+    tensors = kernel_cases.draw(SageBwd.tiny)[:3]
+    options = {"is_causal": True, "smooth_k": True, "scale": 1.0, "enable_gqa": True, "backend": "triton"}
+    for _ in range(2):
+        sagebwd_attention(*tensors, **options)
+    with pytest.raises((TypeError, ValueError), match=f"^{error}"):
+        sagebwd_attention(*tensors, **options | changed)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # which forward mode calls
+def test_tensors_unlike_those_of_earlier_calls_are_looked_at_anew():
+    query, key, value = kernel_cases.draw(SageBwd.tiny)[:3]
+    call = SageBwd().on(SageBwd.tiny)
+    expected = call(query, key, value)
+    lazy = torch._neg_view(-query)  # a negative sign that is not in memory yet
+    assert lazy.is_neg()
+    assert torch.equal(call(lazy, key, value), expected)
+    with torch.inference_mode():
+        made = query.clone()
+    assert torch.equal(call(made, key.requires_grad_(), value), expected)
+    with pytest.raises(ValueError, match="^key: expected"):
+        call(query, key[:, :, :, :16], value)
+    with pytest.raises(TypeError, match=r"^query: expected a dense tensor, got torch\.sparse_coo"):
+        call(query.to_sparse(), key, value)
+    with pytest.raises(ValueError, match="^query: expected reverse mode"), torch.autograd.forward_ad.dual_level():
+        call(torch.autograd.forward_ad.make_dual(query, query), key, value)
+
+
 @pytest.mark.gpu
 def test_tensors_on_the_cpu_are_not_for_the_gpu():
     x, block_mask = torch.ones(1, 1, 3, 64, dtype=torch.float16), torch.ones(1, 1, 1, 1, dtype=torch.bool)

@@ -2,6 +2,8 @@
 
 import ctypes
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -21,8 +23,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def numbers(pointer) -> numpy.ndarray:
-    """64 float32 at a tensor, a descriptor or an address; not by PyTorch, whose operations are recorded."""
-    pointer = pointer[0] if isinstance(pointer, tuple) else getattr(pointer, "base", pointer)
+    """64 float32 at a tensor or an address; not by PyTorch, whose operations are recorded."""
+    pointer = pointer[0] if isinstance(pointer, tuple) else pointer
     address = pointer if isinstance(pointer, int) else pointer.data_ptr()
     return numpy.frombuffer((ctypes.c_float * 64).from_address(address), numpy.float32)
 
@@ -50,40 +52,44 @@ class Program:
 
 
 class Compiled:
+    """What Triton keeps of a program: `run` gives `launch` grid, stream, function and the program's arguments."""
+
+    function, packed_metadata, metadata = "function", "metadata", SimpleNamespace(tensordesc_meta=[])
+
     def __init__(self, program):
-        self.program = program
+        def launch(*call):
+            program.grids.append(call[:3])
+            program.compute(*call[-1] if Launcher.is_packed else call[9:])
 
-    def __getitem__(self, grid):
-        self.program.grids.append(grid)
-        return lambda *arguments, stream: self.program.compute(*arguments)
-
-
-class Descriptor:
-    def __init__(self, base):
-        self.base, self.shape = base, [64]
+        self.run = Launcher(partial(launch))
 
 
 class Launcher:
-    """As Triton's: its `launch` takes descriptors apart, if there are any, and hands on what the program takes."""
+    """As Triton's. Its `launch` takes descriptors apart, if there are any, and hands on what the program takes.
 
-    def __init__(self, noting, source, metadata):
-        self.launch = wrap_handle_tensordesc(noting.note, source.signature, metadata.tensordesc_meta)
+    is_packed: the program's arguments are one of launch's, as in Triton 3.7.
+    """
+
+    is_packed = True
+
+    def __init__(self, launch):
+        self.launch = launch
 
     def __call__(self, *arguments):
-        self.launch(*arguments[:9], arguments[9:])
+        self.launch(*arguments[:9], *((arguments[9:],) if self.is_packed else arguments[9:]))
 
 
 class Driver:
     """Triton compiles for a Hopper GPU; a launch is noted and not made."""
 
     def __init__(self):
-        self.launches, self.utils, self.launch = [], self, self.note
+        self.launches, self.utils = [], self
 
     def note(self, *arguments):
         self.launches.append((*arguments[:-1], *arguments[-1]))
 
     def launcher_cls(self, source, metadata):
-        return Launcher(self, source, metadata)
+        return Launcher(wrap_handle_tensordesc(self.note, source.signature, metadata.tensordesc_meta))
 
     def fill_tma_descriptor_tiled(self, address, *_):
         return f"map of {address}"
@@ -130,7 +136,7 @@ def product(program, x, y):
 
     def compute(start):
         between, result = x.new_empty(x.shape), torch.empty_like(x)
-        start_program(start, program, Descriptor(x), strided(y), between)
+        start_program(start, program, x, strided(y), between)
         start_program(start, program, between, y, strided(result))
         return (result,)
 
@@ -139,11 +145,13 @@ def product(program, x, y):
     return found
 
 
-def test_other_tensors_without_triton(program):
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_other_tensors_without_triton(program, monkeypatch, is_packed):
+    monkeypatch.setattr(Launcher, "is_packed", is_packed)
     tensors = [draw(2) for _ in range(3)]
     results = [product(program, *pair) for pair in (*tensors, tensors[0], tensors[0], torch.randn(2, 1, 2, 8, 4))]
     assert program.compilations == 2
-    assert program.grids == [(2, 1, 1)] * 2  # the compiled program's own way of being started
+    assert program.grids == [(2, 1, 1)] * 10  # five calls after the first, without Triton
     assert len({result.data_ptr() for result in results}) == len(results)  # each in new memory
     program.is_interpreted = True
     x = torch.randn(1, 2, 8, 5)[..., :4]
@@ -187,7 +195,7 @@ def test_parts_of_scratch_memory_are_told_apart(program):
         start_program(start, program, None, x, second, factor=4.0)
         start_program(start, program, None, x, strided(third[:, 1:]), factor=5.0)
         start_program(start, program, None, x, strided(third), factor=6.0)
-        start_program(start, program, Descriptor(first[1]), second[193:], result)
+        start_program(start, program, first[1], second[193:], result)
         start_program(start, program, result, strided(third[:, 1:]), result)
         return (result,)
 
@@ -278,7 +286,7 @@ def copied(noting):
 
     def copied(x):
         def compute(start):
-            y = torch.empty_like(x)
+            y = torch.empty(2, *x.shape)[1]
             of_x, of_y = (TensorDescriptor.from_tensor(z, [16, 32]) for z in (x, y))
             arguments = of_x, 2.0, of_y, None, y, strided(x[None, None])
             # In any order: constants are told by their names.
@@ -290,11 +298,7 @@ def copied(noting):
     return copied
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
-def test_programs_get_what_triton_gave_them(noting, copied, monkeypatch, is_direct):
-    """is_direct: without Triton's bookkeeping, where its launcher is known; else Triton is asked itself."""
-    if not is_direct:
-        del noting.launch
+def test_programs_get_what_triton_gave_them(noting, copied, monkeypatch):
     x, other = torch.zeros(64, 32), torch.zeros(64, 32)
     result = copied(x)
     monkeypatch.setattr(JITFunction, "run", None)  # Triton's own way is shut
@@ -305,7 +309,7 @@ def test_programs_get_what_triton_gave_them(noting, copied, monkeypatch, is_dire
         expected = [f"map of {of_x.data_ptr()}", 64, 32, 32, 1, 2.0, f"map of {y.data_ptr()}", 64, 32, 32, 1, None]
         assert list(launch[-16:-4]) == expected
         assert launch[-2:] == (16, True)
-    assert not is_direct or second[6:9] == (None, None, None)  # no hooks
+    assert second[6:9] == (None, None, None)  # no hooks
     assert second[-4:-2] == (repeated.data_ptr(), (other.data_ptr(), 2048, 2048, 32))
 
 

@@ -5,8 +5,6 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 
-from triton.runtime import driver
-
 # (program, grid, arguments, constants, options)
 Start = Callable[[object, tuple[int, ...], tuple, dict, dict], object]
 
@@ -16,26 +14,34 @@ def start_with_triton(program, grid: tuple[int, ...], arguments: tuple, constant
     return program[grid](*arguments, **constants, **options)
 
 
-def direct_start(compiled, grid: tuple[int, int, int]) -> tuple[Callable[..., None], list[Callable]] | None:
-    """Return (run(*arguments, stream=...), for each descriptor what takes it apart); None if Triton hides it.
+def direct_launch(compiled, grid: tuple[int, int, int]) -> Callable[[int, list], None] | None:
+    """Return launch(stream, arguments), which starts a compiled program; None if Triton hides how.
 
     At every launch Triton looks for hooks and takes descriptors apart: [the copy engine's map, *shape, *strides]. Only
-    the map depends on where the tensor begins. So `run` wants descriptors taken apart already, and calls no hooks.
-    Triton 3.6 hides the launch of a program with descriptors in a closure.
+    the map depends on where the tensor begins. So descriptors come taken apart already, and no hooks are called. What
+    Triton hands to its function in C, beside stream and arguments, is the same every time: it is asked for it once.
     """
-    # Triton 3.7 has one launch for all programs, 3.6 one for each, in C as well.
-    launch = getattr(driver.active.utils, "launch", None) or getattr(getattr(compiled, "run", None), "launch", None)
-    if launch is None or not hasattr(compiled, "run") or inspect.isfunction(launch):
+    run = getattr(compiled, "run", None)
+    launch = getattr(run, "launch", None)
+    if inspect.isfunction(launch):  # takes descriptors apart, then calls the function in C
+        launch = inspect.getclosurevars(launch).nonlocals.get("launcher")
+    if launch is None or getattr(run, "global_scratch_size", 0) or getattr(run, "profile_scratch_size", 0):
         return None
-    take_apart = []
-    if facts := compiled.metadata.tensordesc_meta:
-        from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415 (NVIDIA's alone)
+    asking, asked = copy.copy(run), []
+    asking.launch = lambda *call: asked.extend(call)
+    stream, argument = object(), object()
+    asking(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, argument)
+    at = asked.index(stream)
+    before, after, last = asked[:at], asked[at + 1 : -1], asked[-1]
+    if last is argument:
+        return lambda stream, arguments: launch(*before, stream, *after, *arguments)
+    return lambda stream, arguments: launch(*before, stream, *after, arguments)  # Triton 3.7
 
-        take_apart = [partial(make_tensordesc_arg, metadata=x) for x in facts]
-    launcher, function, metadata = copy.copy(compiled.run), compiled.function, compiled.packed_metadata
-    launcher.launch = launch
 
-    def run(*arguments, stream: int) -> None:
-        launcher(*grid, stream, function, metadata, None, None, None, *arguments)
+def map_makers(compiled) -> list[Callable]:
+    """Return, for each descriptor of a compiled program, a function that takes one apart: [map, *shape, *strides]."""
+    if not compiled.metadata.tensordesc_meta:
+        return []
+    from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415 (NVIDIA's alone)
 
-    return run, take_apart
+    return [partial(make_tensordesc_arg, metadata=x) for x in compiled.metadata.tensordesc_meta]

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from triton import knobs
 from triton.runtime import driver
 
-from sage_kernels.common.launcher import direct_start, start_with_triton
+from sage_kernels.common.launcher import direct_launch, map_makers, start_with_triton
 from sage_kernels.common.tiles import Strided
 
 ALIGNMENT = 512  # bytes: what PyTorch's own allocations begin at
@@ -78,11 +78,11 @@ class Allocation(NamedTuple):
 class RecordedLaunch(NamedTuple):
     """A program's start. Where an argument depends on addresses, `arguments` has a gap."""
 
-    run: Callable[..., None]  # the compiled program with its grid
+    launch: Callable[[int, list], None]  # the compiled program with its grid
     arguments: list
     pointers: list[tuple[int, Place]]  # (position, where it points)
     strided: list[tuple[int, Place, tuple[int, ...]]]  # (position, where it points, its strides)
-    descriptors: list[tuple[int, Place, Callable[[int], object]]]  # (position, its tensor, the argument of an address)
+    maps: list[tuple[int, Place, Callable[[int], object]]]  # (position, the descriptor's tensor, its map by address)
 
     def repeat(self, tensors: list[Tensor | None], addresses: list[int], stream: int) -> None:
         arguments = self.arguments.copy()
@@ -90,9 +90,9 @@ class RecordedLaunch(NamedTuple):
             arguments[position] = addresses[memory] + offset
         for position, (memory, offset), strides in self.strided:
             arguments[position] = addresses[memory] + offset, *strides
-        for position, (memory, offset), argument_at in self.descriptors:
-            arguments[position] = argument_at(addresses[memory] + offset)
-        self.run(*arguments, stream=stream)
+        for position, (memory, offset), map_at in self.maps:
+            arguments[position] = map_at(addresses[memory] + offset)
+        self.launch(stream, arguments)
 
 
 class Operation(NamedTuple):
@@ -119,22 +119,17 @@ class Address:
         return self.address
 
 
-def descriptor_maker(descriptor) -> Callable[[int], object]:
-    """Return a function of an address: a descriptor like this one, of a tensor that begins there."""
-    kind, fields = type(descriptor), {name: value for name, value in vars(descriptor).items() if name != "base"}
-
-    def descriptor_at(address: int):
-        made = object.__new__(kind)  # without its checks, which the first has passed
-        made.__dict__.update(fields, base=Address(address))
-        return made
-
-    return descriptor_at
-
-
 def map_maker(descriptor, take_apart: Callable) -> Callable[[int], object]:
     """Return a function of an address: the copy engine's map of such a descriptor of a tensor that begins there."""
-    descriptor_at = descriptor_maker(descriptor)
-    return lru_cache(maxsize=MAPS_KEPT)(lambda address: take_apart(descriptor_at(address))[0])
+    kind, fields = type(descriptor), {name: value for name, value in vars(descriptor).items() if name != "base"}
+
+    @lru_cache(maxsize=MAPS_KEPT)
+    def map_at(address: int):
+        made = object.__new__(kind)  # without its checks, which the first has passed
+        made.__dict__.update(fields, base=Address(address))
+        return take_apart(made)[0]
+
+    return map_at
 
 
 class Recorder(TorchDispatchMode):
@@ -151,12 +146,12 @@ class Recorder(TorchDispatchMode):
     def start(self, program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
         """Start a program and note the launch: a `Start`."""
         compiled = start_with_triton(program, grid, arguments, constants, options)
-        if compiled is None:
-            self.obstacle = "Triton's interpreter leaves no compiled program"
+        launch = None if compiled is None else direct_launch(compiled, (*grid, 1, 1)[:3])
+        if launch is None:
+            self.obstacle = "Triton leaves no compiled program, or hides how to start it"
             return
-        grid = (*grid, 1, 1)[:3]
-        run, take_apart = direct_start(compiled, grid) or (compiled[grid], None)
-        fixed, pointers, strided, descriptors = [], [], [], []
+        take_apart = map_makers(compiled)
+        fixed, pointers, strided, maps = [], [], [], []
         for argument in arguments:
             if isinstance(argument, Tensor):
                 pointers.append((len(fixed), self.place(argument)))
@@ -164,18 +159,15 @@ class Recorder(TorchDispatchMode):
             elif isinstance(argument, Strided):
                 strided.append((len(fixed), self.place(argument.pointer), argument[1:]))
                 fixed.append(None)
-            elif not isinstance(getattr(argument, "base", None), Tensor):
-                fixed.append(argument)
-            elif take_apart is None:
-                descriptors.append((len(fixed), self.place(argument.base), descriptor_maker(argument)))
-                fixed.append(None)
-            else:
-                function = take_apart[len(descriptors)]
-                descriptors.append((len(fixed), self.place(argument.base), map_maker(argument, function)))
+            elif isinstance(getattr(argument, "base", None), Tensor):
+                function = take_apart[len(maps)]
+                maps.append((len(fixed), self.place(argument.base), map_maker(argument, function)))
                 _, *shape_and_strides = function(argument)
                 fixed += [None, *shape_and_strides]
+            else:
+                fixed.append(argument)
         fixed += (constants[x] for x in program.arg_names[len(arguments) :])
-        self.steps.append(RecordedLaunch(run, fixed, pointers, strided, descriptors))
+        self.steps.append(RecordedLaunch(launch, fixed, pointers, strided, maps))
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         keywords = keywords or {}
@@ -234,7 +226,7 @@ class Recording:
         operands = [x for step in self.steps if isinstance(step, Operation) for x in step.arguments]
         tensors = {x.memory for x in (*operands, *views) if isinstance(x, View)}
         launches = [step for step in self.steps if isinstance(step, RecordedLaunch)]
-        pointed = {place.memory for x in launches for _, place, *_ in (*x.pointers, *x.strided, *x.descriptors)}
+        pointed = {place.memory for x in launches for _, place, *_ in (*x.pointers, *x.strided, *x.maps)}
         self.allocations = [x for x in recorder.allocations if x.memory in tensors]
         # Memory that only programs see is part of one allocation: (number of the memory, where in it).
         self.scratch, self.scratch_bytes, self.device = [], 0, None
@@ -255,7 +247,7 @@ class Recording:
             begin = scratch.data_ptr()
             for memory, offset in self.scratch:
                 addresses[memory] = begin + offset
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        stream = driver.active.get_current_stream(inputs[0].device.index)
         for step in self.steps:
             step.repeat(tensors, addresses, stream)
         return tuple(tensors[x] if isinstance(x, int) else x.of(tensors) for x in self.outputs)
@@ -277,8 +269,12 @@ def recorded(key: Hashable, inputs: tuple[Tensor | None, ...], function: Functio
     """Return function(start), or repeat what it did for earlier inputs of this kind.
 
     It makes new tensors of `inputs`, by programs that `start` starts and by PyTorch operations. key: all else that
-    decides what it does.
+    decides what it does. All happens on the device of the first input, as Triton launches on the current one.
     """
+    device = inputs[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return recorded(key, inputs, function)
     if is_watched():
         return function(start_with_triton)
     earlier = kept((key, kind_of(inputs)))
@@ -305,9 +301,14 @@ def kind_of(inputs: tuple[Tensor | None, ...]) -> tuple:
 
     Tensors that begin at the same address are one to a recording, so which of them do belongs to it.
     """
-    addresses = [None if x is None else x.data_ptr() for x in inputs]
-    kinds = [
-        x if x is None else (x.shape, x.stride(), x.dtype, at % 16) for x, at in zip(inputs, addresses, strict=True)
-    ]
-    same = () if len(set(addresses)) == len(addresses) else tuple(addresses.index(x) for x in addresses)
-    return inputs[0].device, same, *kinds
+    kinds, addresses = [inputs[0].device], []
+    for x in inputs:
+        if x is None:
+            kinds.append(None)
+            continue
+        address = x.data_ptr()
+        addresses.append(address)
+        kinds += x.shape, x.stride(), x.dtype, address % 16
+    if len(set(addresses)) < len(addresses):
+        kinds += (addresses.index(address) for address in addresses)
+    return tuple(kinds)

@@ -217,12 +217,14 @@ def prepare_backward(
     k_hat: Quantized | None = None,
     v_range: Tensor | None = None,
     is_causal: bool = False,
+    for_one_run: bool = False,
     lengths: Tensor | None = None,
 ) -> BackwardInputs:
     """Prepare what backward level `level` reads: delta, dO and its copies, the transposes of the forward's Q^ and K^.
 
     An INT8 level needs the forward's q_hat and k_hat; of query and key it then uses nothing but the shapes. Levels of
-    pairs alone, 5 and 6, need the forward's v_range and is_causal, for their units. lengths: the forward's.
+    pairs alone, 5 and 6, need the forward's v_range and is_causal, for their units. for_one_run: what the level writes
+    into is prepared as well, so `run_backward` takes the result once. lengths: the forward's.
     """
     chosen = BACKWARD_LEVELS[level]
     check_lengths(chosen, lengths)
@@ -236,9 +238,19 @@ def prepare_backward(
         if tensor is None:
             raise ValueError(f"{name}: expected the forward's for backward level {level}, got None")
     v_range = v_range if chosen.pairs else None
-    options = {"grouped": chosen.grouped, "is_causal": is_causal, "lengths": lengths}
-    prepared = prepare(grad_output, output, log_sum_exp, q_hat, k_hat, v_range, start, **options)
-    q_hat, k_hat, do_hat, delta, units = prepared
+    q_hat, k_hat, do_hat, delta, units = prepare(
+        grad_output,
+        output,
+        log_sum_exp,
+        q_hat,
+        k_hat,
+        v_range,
+        start,
+        grouped=chosen.grouped,
+        is_causal=is_causal,
+        with_sums=for_one_run and chosen.hopper is level5,
+        lengths=lengths,
+    )
     return BackwardInputs(query, key, value, grad_output, log_sum_exp, delta, q_hat, k_hat, do_hat, units, lengths)
 
 

@@ -8,7 +8,11 @@ saves Q and K in 16 bit as well: 4 D more.
 While it runs, backward level 5 takes 4 D bytes per query token and head for its sums.
 """
 
+import json
 import os
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +62,22 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
     return None
 
 
+@cache
+def measured_lengths() -> dict[str, dict[str, int]]:
+    """Return the table that `python lab/sage_lab/bench/short.py least` measures and prints."""
+    return json.loads(Path(__file__).with_name("pays_from.json").read_text(encoding="utf-8"))
+
+
+def pays_from(device: torch.device, head_dim: int, is_causal: bool) -> int:
+    """Return from how many tokens on both passes were measured to take at most 5% more time than PyTorch's attention.
+
+    0 on kinds of cards that were not measured.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    measured = measured_lengths().get(f"{major}.{minor}", {})
+    return measured.get(f"D={64 if head_dim <= 64 else 128}{' causal' if is_causal else ''}", 0)
+
+
 def forward_level(device: torch.device, head_dim: int, lengths: Tensor | None = None) -> int:
     """Return the forward level that runs there."""
     return best_forward_level(device, head_dim, portable=lengths is not None)
@@ -91,20 +111,27 @@ def forward(
     cos ... eps: those of a `Prologue`, contiguous and in float32; None: there is none, or one without a norm.
     lengths: as in `ladder.prepare_forward`; a portable level then runs everywhere.
     """
-    prologue = Prologue(cos, sin, query_gain, key_gain, eps)
-    options = {"scale": scale, "smooth_k": smooth_k, "unbiased": unbiased, "prologue": prologue}
-    options["lengths"] = lengths
 
     def compute(start: Start) -> tuple[Tensor, ...]:
         level = forward_level(query.device, query.shape[3], lengths)
-        inputs = prepare_forward(query, key, value, level, start, **options)
+        inputs = prepare_forward(
+            query,
+            key,
+            value,
+            level,
+            start,
+            scale=scale,
+            smooth_k=smooth_k,
+            unbiased=unbiased,
+            prologue=Prologue(cos, sin, query_gain, key_gain, eps),
+            lengths=lengths,
+        )
         output, log_sum_exp = run_forward(inputs, level, start, is_causal=is_causal, scale=scale)
         q_hat, k_hat = inputs.q_hat, inputs.k_hat
         return output, log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, inputs.v_range
 
     inputs = query, key, value, cos, sin, query_gain, key_gain, lengths
-    with torch.cuda.device_of(query):  # Triton launches on the current device
-        return recorded(("forward", is_causal, scale, smooth_k, eps, unbiased), inputs, compute)
+    return recorded(("forward", is_causal, scale, smooth_k, eps, unbiased), inputs, compute)
 
 
 def fake_forward(
@@ -148,16 +175,26 @@ def backward(
 
     def compute(start: Start) -> tuple[Tensor, ...]:
         level = backward_level(value.device, value.shape[3], is_causal, granularity, lengths)
-        options = {"v_range": v_range, "is_causal": is_causal, "lengths": lengths}
-        hats = {"q_hat": Quantized(q_values, None, q_scale), "k_hat": Quantized(k_values, None, k_scale)}
-        # O and V have the shapes and layouts of Q and K, whose 16-bit values are not needed any more.
-        tensors = grad_output, output, value, value, output, log_sum_exp
-        inputs = prepare_backward(*tensors, level, start, **options, **hats)
+        inputs = prepare_backward(
+            grad_output,
+            output,  # O and V have the shapes and layouts of Q and K, whose 16-bit values are not needed any more
+            value,
+            value,
+            output,
+            log_sum_exp,
+            level,
+            start,
+            q_hat=Quantized(q_values, None, q_scale),
+            k_hat=Quantized(k_values, None, k_scale),
+            v_range=v_range,
+            is_causal=is_causal,
+            for_one_run=True,
+            lengths=lengths,
+        )
         return run_backward(inputs, level, start, is_causal=is_causal, scale=scale)
 
     inputs = grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range, lengths
-    with torch.cuda.device_of(value):
-        return recorded(("backward", is_causal, scale, granularity), inputs, compute)
+    return recorded(("backward", is_causal, scale, granularity), inputs, compute)
 
 
 def fake_backward(
@@ -189,8 +226,7 @@ def prologue_backward(
         return run_rotate_back(grad_query, grad_key, query, key, prologue, start)
 
     inputs = grad_query, grad_key, query, key, *prologue[:4]
-    with torch.cuda.device_of(grad_query):
-        return list(recorded(("prologue_backward", eps), inputs, compute))
+    return list(recorded(("prologue_backward", eps), inputs, compute))
 
 
 def fake_prologue_backward(grad_query, grad_key, query, key, cos, sin, query_gain, key_gain, eps):
@@ -199,42 +235,63 @@ def fake_prologue_backward(grad_query, grad_key, query, key, cos, sin, query_gai
     return [empty_in_layout_of(grad_query), empty_in_layout_of(grad_key), *gains]
 
 
-register("forward", forward, fake_forward)
-register("backward", backward, fake_backward)
-register("prologue_backward", prologue_backward, fake_prologue_backward)
+call_forward = register("forward", forward, fake_forward)
+call_backward = register("backward", backward, fake_backward)
+call_prologue_backward = register("prologue_backward", prologue_backward, fake_prologue_backward)
+
+
+class Options(NamedTuple):
+    """The arguments of a call that are no tensors."""
+
+    is_causal: bool
+    scale: float
+    smooth_k: bool
+    granularity: str
+    unbiased: bool
+    eps: float  # of the prologue
+
+    def forward(self, query, key, value, cos, sin, query_gain, key_gain, lengths) -> tuple[Tensor, ...]:
+        """Call `forward`."""
+        tensors, prologue = (query, key, value), (cos, sin, query_gain, key_gain, self.eps)
+        return call_forward(*tensors, self.is_causal, self.scale, self.smooth_k, *prologue, self.unbiased, lengths)
+
+    def backward(self, grad_output, *saved_and_lengths) -> tuple[Tensor, Tensor, Tensor]:
+        """Call `backward`."""
+        *saved, lengths = saved_and_lengths
+        return call_backward(grad_output, *saved, self.is_causal, self.scale, self.granularity, lengths)
 
 
 class SageBwdOperation(torch.autograd.Function):
     """O, whose gradients are `backward`'s, and with a prologue `prologue_backward`'s after them."""
 
     @staticmethod
-    def forward(ctx, query, key, value, is_causal, scale, smooth_k, granularity, unbiased, lengths, *prologue):
-        arguments = query, key, value, is_causal, scale, smooth_k, *prologue, unbiased, lengths
-        output, *rest = torch.ops.sage_kernels.forward.default(*arguments)
-        *prologue, ctx.eps = prologue
-        raw = (None, None) if prologue[-1] is None else (query, key)  # only the norm's gradient needs them
-        ctx.save_for_backward(value, output, *rest, *raw, *prologue, lengths)
-        ctx.options = is_causal, scale, granularity
+    def forward(ctx, query, key, value, cos, sin, query_gain, key_gain, lengths, options):
+        prologue = cos, sin, query_gain, key_gain
+        output, *rest = options.forward(query, key, value, *prologue, lengths)
+        raw = (None, None) if query_gain is None else (query, key)  # only the norm's gradient needs them
+        ctx.save_for_backward(value, output, *rest, lengths, *raw, *prologue)
+        ctx.options = options
         ctx.set_materialize_grads(False)
         return output
 
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:  # what follows O is a constant
-            return (None,) * 14  # one for each argument of forward
-        *saved, query, key, cos, sin, query_gain, key_gain, lengths = ctx.saved_tensors
+            return (None,) * len(ctx.needs_input_grad)
+        *saved, query, key, cos, sin, query_gain, key_gain = ctx.saved_tensors
+        options = ctx.options
 
         def compute(grad_output, *saved):
-            dq, dk, dv = torch.ops.sage_kernels.backward.default(grad_output, *saved, *ctx.options, lengths)
+            dq, dk, dv = options.backward(grad_output, *saved)
             if cos is None:
                 return dq, dk, dv
-            prologue = cos, sin, query_gain, key_gain, ctx.eps
-            dq, dk, *gains = torch.ops.sage_kernels.prologue_backward.default(dq, dk, query, key, *prologue)
+            prologue = cos, sin, query_gain, key_gain, options.eps
+            dq, dk, *gains = call_prologue_backward(dq, dk, query, key, *prologue)
             return dq, dk, dv, *gains
 
         dq, dk, dv, *gains = gradients_once("sagebwd_attention", compute, grad_output, *saved)
-        # Nothing for the options, lengths, cos and sin; then the gains', and nothing for eps.
-        return dq, dk, dv, *[None] * 8, *(gains or [None] * 2), None
+        d_query_gain, d_key_gain = gains or (None, None)
+        return dq, dk, dv, None, None, d_query_gain, d_key_gain, None, None
 
 
 def sagebwd_attention(
@@ -255,7 +312,9 @@ def sagebwd_attention(
     lengths: as in `ladder.prepare_forward`, without a prologue. Each sequence has the bits that it has alone on the
     level that runs then, up to `key_mean.LONGEST_ALIKE` tokens.
     """
-    *tensors, eps = prologue or NO_PROLOGUE
-    tensors = (x if x is None else x.float().contiguous() for x in tensors)
-    options = is_causal, scale, smooth_k, granularity, unbiased
-    return SageBwdOperation.apply(query, key, value, *options, lengths, *tensors, eps)
+    *of_prologue, eps = prologue or NO_PROLOGUE
+    of_prologue = (x if x is None else x.float().contiguous().resolve_neg() for x in of_prologue)
+    options = Options(is_causal, scale, smooth_k, granularity, unbiased, eps)
+    if not torch.is_grad_enabled():
+        return options.forward(query, key, value, *of_prologue, lengths)[0]
+    return SageBwdOperation.apply(query, key, value, *of_prologue, lengths, options)

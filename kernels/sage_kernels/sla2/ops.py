@@ -99,7 +99,7 @@ def forward(
         return [*result, prepared.inputs.sums, *choice.lists, choice.complement, *chosen, *smoothed]
 
     inputs = query, key, value, alpha, block_mask, proj_q, proj_k, protected
-    with torch.cuda.device_of(query), without_autocast(query):  # Triton launches on the current device
+    with without_autocast(query):
         return list(recorded(("sla2_forward", count, quantize, matched, scale, save), inputs, compute))
 
 
@@ -174,7 +174,7 @@ def backward(
         grad_output, query, key, value, alpha, block_mask, sparse_output, log_sum_exp, sums, entries, counts,
         complement, weights, k_mean, q_hat, q_scale, k_hat, k_scale,
     )  # fmt: skip
-    with torch.cuda.device_of(query), without_autocast(query):
+    with without_autocast(query):
         return list(recorded(("sla2_backward", scale), inputs, compute))
 
 
@@ -185,8 +185,8 @@ def fake_backward(grad_output, query, key, value, alpha, *rest):
     return [*(empty_in_layout_of(x) for x in (query, key, value)), alpha.new_empty(alpha.shape), *of_weights]
 
 
-register("sla2_forward", forward, fake_forward)
-register("sla2_backward", backward, fake_backward)
+call_forward = register("sla2_forward", forward, fake_forward)
+call_backward = register("sla2_backward", backward, fake_backward)
 
 
 class Sla2Operation(torch.autograd.Function):
@@ -195,7 +195,7 @@ class Sla2Operation(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, alpha, block_mask, *options):
         *_, quantize, matched, scale, save = options
-        output, *rest = torch.ops.sage_kernels.sla2_forward.default(query, key, value, alpha, block_mask, *options)
+        output, *rest = call_forward(query, key, value, alpha, block_mask, *options)
         if save:
             smoothed = [None] * 5  # the mean key; Q^, its scales, K^, its scales
             if quantize:
@@ -216,7 +216,7 @@ class Sla2Operation(torch.autograd.Function):
         tensors = grad_output, *ctx.saved_tensors
         gradients = gradients_once(
             "sparse_linear_attention",
-            lambda *x: tuple(torch.ops.sage_kernels.sla2_backward.default(*x, ctx.scale)),
+            lambda *x: tuple(call_backward(*x, ctx.scale)),
             *tensors,
         )
         dq, dk, dv, dalpha, *dw = gradients

@@ -46,6 +46,7 @@ class Units(NamedTuple):
     factors: Tensor  # [B, H, blocks, 4]: s_Q, fit, s_Q 2^-15 / fit, s_dO 2^-15
     step: Tensor  # [B, H, blocks]: what turns dS K, stretched and fitted as it is, into integers of dQ
     unit: Tensor  # [B, H, blocks]: what turns such an integer back into dQ / c
+    sums: Tensor | None = None  # int32 [B, H, Nq padded, Dp], zeros: where level 5 adds these up, once
 
 
 class Prepared(NamedTuple):
@@ -117,10 +118,13 @@ def transpose_tile(values, transposed, block, n_padded, DP: tl.constexpr, BLOCK:
 def prepare_backward_program(
     do_strided, o_strided, log_sum_exp_ptr, q_hat_ptr, q_scale_ptr, k_hat_ptr, k_scale_ptr, v_range_ptr, qt_hat_ptr,
     marked_q_scale_ptr, kt_hat_ptr, dot_hat_ptr, do_scale_ptr, delta_ptr, stretched_ptr, fitted_ptr, factors_ptr,
-    step_ptr, unit_ptr, lengths_ptr, heads, group_size, n_q, n_q_padded, n_k_padded, query_programs,
+    step_ptr, unit_ptr, sums_ptr, lengths_ptr, heads, group_size, n_q, n_q_padded, n_k_padded, query_programs,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr, IS_CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Prepare a block of queries, or in programs after those one of keys. unit_ptr None: without units."""
+    """Prepare a block of queries, or in programs after those one of keys.
+
+    unit_ptr None: without units; sums_ptr None: without zeros for dQ's sums.
+    """
     t = tl.program_id(0)
     q_blocks, kv_blocks = n_q_padded // BLOCK, n_k_padded // BLOCK
     if t < query_programs:
@@ -143,6 +147,9 @@ def prepare_backward_program(
         s_q, s_do = tl.load(q_scale_ptr + t) + nan_of_l + nan_of_delta, s_do + nan_of_l
         tl.store(marked_q_scale_ptr + t, s_q)
         tl.store(do_scale_ptr + t, s_do)
+        if sums_ptr is not None:
+            token, d = t.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+            tl.store(sums_ptr + token[:, None] * DP + d[None, :], tl.zeros([BLOCK, DP], tl.int32))
         if unit_ptr is not None:
             rows, first, kv_head = head * n_q_padded, head * q_blocks, head // group_size
             units = UnitPointers(
@@ -169,12 +176,14 @@ def prepare(
     *,
     grouped: bool,
     is_causal: bool,
+    with_sums: bool = False,
     lengths: Tensor | None = None,
 ) -> Prepared:
     """Prepare an INT8 backward level from grad_output and output [B, H, Nq, D] and what the forward pass left.
 
     v_range: max|V| / 127 of each block [B, Hkv, blocks], where units are wanted. grouped: transposes in the order of
-    `tiles.group_columns`. is_causal: only units depend on it. lengths: as in `ForwardInputs`.
+    `tiles.group_columns`. is_causal: only units depend on it. with_sums: zeros for dQ's sums with the units, for one
+    run of level 5. lengths: as in `ForwardInputs`.
     """
     grad_output, output = last_axis_contiguous(grad_output), last_axis_contiguous(output)
     batch, heads, n_q, head_dim = grad_output.shape
@@ -188,6 +197,7 @@ def prepare(
         units = Units(
             torch.empty_like(log_sum_exp), torch.empty_like(log_sum_exp), marked.new_empty(*marked.shape, 4),
             torch.empty_like(marked), torch.empty_like(marked),
+            torch.empty_like(q_hat.values, dtype=torch.int32) if with_sums else None,
         )  # fmt: skip
     query_programs = marked.numel()
     arguments = (

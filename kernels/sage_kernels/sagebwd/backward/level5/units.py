@@ -243,13 +243,14 @@ def run_one_pass(
     query, key, q_hat, k_hat, do_hat = inputs.query, inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
     (grad_output, do_per_row), (value, v_per_row) = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)
     (batch, heads, n_q, head_dim), n_k, dp = query.shape, key.shape[2], padded_head_dim(query.shape[3])
-    log_sum_exp, delta, factors, step, unit = inputs.units
+    log_sum_exp, delta, factors, step, unit, sums = inputs.units
     # Of tiles: Q^, Q^T, dO^T one byte each; dO two; sums four.
     sizes = sizes_of(
         query, key, TILE.value, of_keys=True, bytes_per_number=9, v_heads_per_row=v_per_row,
         do_heads_per_row=do_per_row, out_heads_per_row=heads_per_row(inputs.value),
     )  # fmt: skip
-    sums = torch.zeros(batch, heads, sizes.q_blocks * SCALE_Q.value, dp, dtype=torch.int32, device=query.device)
+    if sums is None:
+        sums = torch.zeros(batch, heads, sizes.q_blocks * SCALE_Q.value, dp, dtype=torch.int32, device=query.device)
     dq, dk, dv = (empty_in_layout_of(x) for x in (query, inputs.value, inputs.value))
     own, tile = (ROWS.value, dp), (TILE.value, dp)
     arguments = (
