@@ -11,7 +11,7 @@ import torch
 from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, write_file
 
 from sage_course.figures import Film, forward_film, overview_figure
-from sage_course.outline import Load, framed, load, notebook_files, notebooks, public_address
+from sage_course.outline import Load, colab_address, framed, load, notebook_files, notebooks, project, public_address
 from sage_course.results import calculator, elsewhere, first_page, kernels, paired, tables, video
 
 FIGURES = REPOSITORY / "notebooks" / "figures"
@@ -56,8 +56,37 @@ def in_hours(minutes: int) -> str:
     return text.replace(" ", "\u00a0")
 
 
+def badges() -> str:
+    """Return the first page's badges: CI, Python, licence, and notebook 00 on Colab."""
+    address = public_address()
+    python, licence = project()["requires-python"].removeprefix(">="), project()["license"]
+    first = notebook_files()[0].relative_to(REPOSITORY)
+    return (
+        f"[![tests]({address}/actions/workflows/test.yml/badge.svg)]({address}/actions/workflows/test.yml) "
+        f"[![Open in Colab](notebooks/book/static/colab.svg)]({colab_address(first)}) "
+        f"Python {python} or later · [{licence}](LICENSE)"
+    )
+
+
+def start() -> str:
+    """Return the commands with which a stranger begins, in a block of shell."""
+    address = public_address()
+    return f"""```
+git clone {address} && cd {address.rpartition("/")[2]}
+make lab     # install everything into .venv and open your own copy of notebook 00 in JupyterLab
+make test    # run what CI runs: lint, tests, the compile check of all kernels, every notebook
+pip install "sage-ref[kernels] @ git+{address}"    # instead: the library alone, to train with
+```"""
+
+
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"ways": ways_in, "verdicts": first_page.verdicts, "course": course_map},
+    "README.md": {
+        "badges": badges,
+        "start": start,
+        "ways": ways_in,
+        "verdicts": first_page.verdicts,
+        "course": course_map,
+    },
     "RESULTS.md": {
         "speed": paired.at_a_glance,
         "table1": tables.table1,
