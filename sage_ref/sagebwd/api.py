@@ -53,6 +53,10 @@ def sagebwd_attention(
     exceeds 30,000 the kernels' O is NaN, and just below that a row is off by up to a tenth, or a third if unbiased; on
     Hopper GPUs, with head sizes above 32, O is NaN from 1e6 on.
 
+    A training loop of small models with one GPU per process should run the backward pass in its own thread, by `with
+    torch.autograd.set_multithreading_enabled(False):` around `loss.backward()`: it is written in Python, and waking
+    autograd's thread for it costs about 0.2 ms a call.
+
     Derivatives: O is differentiable once in query, key, value and a prologue's gains. torch.compile takes it whole.
     torch.func.grad, vjp, jacrev and torch.vmap work on the reference, which "auto" takes there.
 

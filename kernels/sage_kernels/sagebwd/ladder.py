@@ -175,9 +175,19 @@ def prepare_forward(
         return ForwardInputs(query, key, value, None, None, None)
     k_mean = key_mean(key, prologue, start, lengths) if smooth_k else None
     v_mean = value_mean(value, start, lengths) if unbiased else None
-    options = {"factor": scale * LOG2_E, "with_values": "V" in chosen.int8, "grouped": chosen.grouped}
-    options["lengths"] = lengths
-    hats = quantize_inputs(query, key, value, prologue, start, k_mean=k_mean, v_mean=v_mean, **options)
+    hats = quantize_inputs(
+        query,
+        key,
+        value,
+        prologue,
+        start,
+        k_mean=k_mean,
+        v_mean=v_mean,
+        factor=scale * LOG2_E,
+        with_values="V" in chosen.int8,
+        grouped=chosen.grouped,
+        lengths=lengths,
+    )
     return ForwardInputs(query, key, value, *hats, v_mean, lengths)
 
 

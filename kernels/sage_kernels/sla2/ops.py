@@ -212,15 +212,13 @@ class Sla2Operation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_output):
         if grad_output is None:  # what follows O is a constant
-            return (None,) * 13  # one for each argument of forward
-        tensors = grad_output, *ctx.saved_tensors
-        gradients = gradients_once(
-            "sparse_linear_attention",
-            lambda *x: tuple(call_backward(*x, ctx.scale)),
-            *tensors,
-        )
-        dq, dk, dv, dalpha, *dw = gradients
-        return dq, dk, dv, dalpha, *(dw or [None]), *([None] * 8)  # nothing for the router and the options
+            return (None,) * len(ctx.needs_input_grad)
+
+        def compute(*tensors):
+            return tuple(call_backward(*tensors, ctx.scale))
+
+        found = gradients_once("sparse_linear_attention", compute, grad_output, *ctx.saved_tensors)  # of weights, too
+        return *found, *[None] * (len(ctx.needs_input_grad) - len(found))  # nothing for the router and the options
 
 
 def attention(
