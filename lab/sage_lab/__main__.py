@@ -2,15 +2,11 @@
 
 import os
 import sys
-from collections.abc import Callable
-from functools import partial
-from types import ModuleType
 
 from sage_lab.command_line import (
     PARENT,
     Arguments,
     Parser,
-    add_json_option,
     add_options,
     end_with,
     finish,
@@ -49,14 +45,14 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
 
     def run() -> int | None:
-        return read_options(arguments)()  # every command runs here
+        return read_options(arguments).run(written("sage_lab", arguments))  # every command runs here
 
     if status := finish(" ".join(["python -m sage_lab", *arguments[:1]]), run):
         sys.exit(status)
 
 
-def read_options(arguments: list[str]) -> Callable[[], int | None]:
-    """Return what a command line asks for, ready to be called."""
+def read_options(arguments: list[str]) -> Arguments:
+    """Return the command that a line asks for."""
     parser = Parser(prog="python -m sage_lab", description=__doc__)
     groups = {"": parser.add_subparsers(required=True, metavar="command")}
     for name, (module, description) in COMMANDS.items():
@@ -66,24 +62,9 @@ def read_options(arguments: list[str]) -> Callable[[], int | None]:
             groups[group] = of_group.add_subparsers(required=True, metavar="action")
         command = groups[group].add_parser(last, help=description, description=description)
         if arguments[: len(name.split())] == name.split():
-            add_command(command, name, imported(f"sage_lab.{module}"))
-    line = written("sage_lab", arguments)
-    options = parser.parse_args(arguments)
-    if hasattr(options, "kind"):
-        return partial(read_arguments(parser, arguments).run, line)
-    options.command = line
-    return partial(options.run, options)
-
-
-def add_command(parser: Parser, name: str, module: ModuleType) -> None:
-    """Add the options of a command: those of its class, or of its function while it has no class."""
-    kind = getattr(module, name.title().replace("-", "").replace(" ", ""), None)
-    if isinstance(kind, type) and issubclass(kind, Arguments):
-        add_options(parser, kind)
-        return
-    getattr(module, "add_options", lambda parser: None)(parser)
-    parser.set_defaults(run=getattr(module, f"{name.replace('-', '_')}_command"))
-    add_json_option(parser)
+            class_name = name.title().replace("-", "").replace(" ", "")
+            add_options(command, getattr(imported(f"sage_lab.{module}"), class_name))
+    return read_arguments(parser, arguments)
 
 
 if __name__ == "__main__":

@@ -56,20 +56,10 @@ class Failed(RuntimeError):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help names every default, and whose errors are one line."""
+    """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message} (see --help)\n")
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        action = super().add_argument(*names, **options)
-        default = options.get("default")
-        is_said = "(default: " in (options.get("help") or "")
-        if names[0].startswith("-") and not is_said and default not in (None, False, (), argparse.SUPPRESS):
-            values = default if isinstance(default, list | tuple | range) else [default]
-            text = " ".join("x".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in values)
-            action.help = f"{options.get('help', '')} (default: {text.replace('%', '%%')})".strip()
-        return action
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +82,7 @@ def add_options(parser: argparse.ArgumentParser, kind: type[Arguments]) -> None:
     parser.set_defaults(kind=kind)
 
 
-def read_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> Arguments:
+def read_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> Arguments:
     """Return the command that a line means."""
     values = vars(parser.parse_args(arguments))
     kind = values.pop("kind")
@@ -122,7 +112,8 @@ def _option(field: Field, hint: Any) -> tuple[list[str], dict[str, Any]]:
         fewest = "+" if is_required or not is_positional else "*"
         settings["nargs"] = fewest if others == [...] else 1 + len(others)
     if get_origin(value_type) is Literal:
-        return names, settings | {"choices": get_args(value_type)}
+        choices = get_args(value_type)
+        return names, settings | {"choices": choices, "type": type(choices[0])}
     settings["type"] = read = next(filter(callable, told), value_type)
     return names, settings | ({"metavar": METAVARS[read]} if read in METAVARS else {})
 
@@ -272,9 +263,7 @@ def _number(fits: Callable[[float], bool], expected: str) -> Callable[[str], flo
 
 positive, from_zero = _whole(1), _whole(0)
 positive_number = _number(lambda x: 0 < x < math.inf, "a number above 0")
-number_from_zero = _number(lambda x: 0 <= x < math.inf, "a number, 0 or more")
 zero_to_one = _number(lambda x: 0 <= x <= 1, "a number from 0 to 1")
-percentage = _number(lambda x: 0 < x < 100, "a number above 0 and below 100")
 
 
 class Tile(NamedTuple):
@@ -358,26 +347,3 @@ def usual_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-# What commands that are not yet `Arguments` use.
-
-
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write the result to FILE")
-
-
-def add_device_option(parser: argparse.ArgumentParser) -> None:
-    import torch
-
-    parser.add_argument("--device", type=device, default="cuda" if torch.cuda.is_available() else "cpu")
-
-
-def add_minutes_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--minutes", type=positive_number, help="stop at the first report after this time; a rerun continues"
-    )
-
-
-def add_corpus_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--corpus", type=input_file, metavar="PATH", help="text, or a .bin file of uint16 tokens")

@@ -130,7 +130,7 @@ def test_a_record_can_be_made_again_or_says_why_not(name, facts, tmp_path, monke
             (tmp_path / argument).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / argument).touch()
     assert program == "sage_lab"
-    assert callable(read_options([argument.replace("cuda", "cpu") for argument in arguments]))
+    assert read_options([argument.replace("cuda", "cpu") for argument in arguments]).run
     if all_commits_are_here():
         assert all(map(is_on_this_branch, records.listed(facts["commit"])))
 

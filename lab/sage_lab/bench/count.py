@@ -7,7 +7,6 @@ how many clocks a multiprocessor needs for a score. A loop that is there twice, 
 counts without. What runs before and after the loop, and the tiles that a causal mask hides, are left out.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,16 +14,17 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
+from sage_kernels.common.launch_tables import SAME_CODE
 from sage_kernels.sagebwd.ladder import FORWARD_LEVELS
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
-from sage_lab.bench.compile import Case, Compiled, assembled, compile_kernel, launch_of, launched_source, runnable
+from sage_lab.bench.compile import Case, Compiled, assembled, compile_kernel, launched_source, runnable
 from sage_lab.bench.cost_model import GPUS, WARP, by_the_rule, demand
 from sage_lab.bench.instructions import KINDS, exponentials, kind_of, tile_loops
 from sage_lab.command_line import POSITIONAL, Arguments, input_file, positive, process_pool
@@ -44,20 +44,12 @@ class Problem(NamedTuple):
     causal: bool
 
 
-def capability(text: str) -> int:
-    if text not in map(str, GPUS):
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(map(str, GPUS))}, got {text!r}")
-    return int(text)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Count(Arguments):
     """Options of `count`."""
 
-    files: Annotated[
-        tuple[Path, ...], POSITIONAL, input_file, "Python with attention(q, k, v, is_causal=False); none: our levels"
-    ] = ()
-    target: Annotated[tuple[int, ...], capability, "compute capabilities of GPUs"] = (MEASURED,)
+    files: Annotated[tuple[Path, ...], POSITIONAL, input_file, "with attention(q, k, v, is_causal); none: levels"] = ()
+    target: Annotated[tuple[Literal[tuple(GPUS)], ...], "compute capabilities of GPUs"] = (MEASURED,)
     head_dim: Annotated[tuple[int, ...], positive, "head sizes"] = (128, 64)
     workers: Annotated[int, positive, "processes that compile"] = 2
 
@@ -69,7 +61,7 @@ class Count(Arguments):
             rows = list(pool.map(count_of_file, *zip(*jobs, strict=True))) if jobs else []
             known = read_record(LEVELS).rows if LEVELS.exists() and self.files else []
             missing = [x for x in problems if not at(known, x)]
-            jobs = [(level, x) for x in missing for level in portable_levels()]
+            jobs = [(level, x) for x in missing for level in runnable(FORWARD_LEVELS, min(GPUS))]
             counted = list(pool.map(count_of_level, *zip(*jobs, strict=True))) if jobs else []
         for problem in problems:
             print(f"\n{table([*at(known, problem), *at(counted, problem), *at(rows, problem)], problem)}")
@@ -82,16 +74,11 @@ def at(rows: Sequence[Row], problem: Problem) -> list[Row]:
     return [row for row in rows if all(row[name] == value for name, value in problem._asdict().items())]
 
 
-def portable_levels() -> list[int]:
-    """Return the forward levels that every GPU runs: those of Hopper have warps with different jobs."""
-    return runnable(FORWARD_LEVELS, min(GPUS))
-
-
 def count_of_level(level: int, problem: Problem) -> Row:
-    """Return the row of one of our forward levels."""
-    code_of = 86 if problem.capability == 89 else problem.capability  # the same machine code
+    """Return the row of one of our forward levels that every GPU runs."""
+    code_of = SAME_CODE.get(problem.capability, problem.capability)
     case = Case("forward", level, code_of, problem.head_dim, problem.causal)
-    return row_of(f"level {level}", problem, [(*compile_kernel(case), launch_of(case).num_warps)])
+    return row_of(f"level {level}", problem, [compile_kernel(case)])
 
 
 def count_of_file(path: Path, problem: Problem) -> Row:
@@ -136,16 +123,15 @@ def first_configurations() -> Iterator[None]:
         yield
 
 
-def built_for(target: int, program: JITFunction, arguments: tuple, keywords: dict) -> tuple[str, Compiled, int]:
-    """Return a launch's machine code for a GPU, what it is like, and its warps."""
+def built_for(target: int, program: JITFunction, arguments: tuple, keywords: dict) -> tuple[str, Compiled]:
+    """Return a launch's machine code for a GPU, and what it is like."""
     options = {name: value for name, value in keywords.items() if name not in program.arg_names}
-    code, compiled = assembled(launched_source(program, arguments, keywords, target), options, target)
-    return code, compiled, keywords.get("num_warps", 4)
+    return assembled(launched_source(program, arguments, keywords, target), options, target)
 
 
-def row_of(name: str, problem: Problem, built: Sequence[tuple[str, Compiled, int]]) -> Row:
+def row_of(name: str, problem: Problem, built: Sequence[tuple[str, Compiled]]) -> Row:
     """Return what a score costs in all loops over keys together."""
-    found = [(loop, scores, compiled) for code, compiled, _ in built for loop, scores in key_loops(code, problem)]
+    found = [(loop, scores, compiled) for code, compiled in built for loop, scores in key_loops(code, problem)]
     if not found:
         raise ValueError(
             f"{name}: expected a loop over keys with matmuls and an exponential for each score, found none"
@@ -178,27 +164,30 @@ def key_loops(code: str, problem: Problem) -> list[tuple[list[str], float]]:
         multiply_adds = (needed["int8"] + needed["float16"]) / WARP
         for matmuls in (2, 1):
             scores = multiply_adds / (matmuls * problem.head_dim)
-            if 0 < scores <= exponentials(loop) < 1.5 * scores:
+            if 0 < scores <= exponentials(loop) < 2 * scores:  # and a few more for each row
                 found[multiply_adds] = loop, scores
     return list(found.values())
 
 
+def mask_of(problem: Problem) -> str:
+    return "causal" if problem.causal else "no mask"
+
+
 def table(rows: Sequence[Row], problem: Problem) -> str:
     """Return the kernels in the order of their clocks."""
-    mask = "causal" if problem.causal else "no mask"
     lines = [[row[name] for name in SHOWN] for row in sorted(rows, key=lambda row: row["clocks"])]
-    heading = (
-        f"sm_{problem.capability}, D={problem.head_dim}, {mask}: clocks of a multiprocessor and instructions per score"
-    )
-    return f"{heading}\n\n{markdown_table(SHOWN, lines)}"
+    where = f"sm_{problem.capability}, D={problem.head_dim}, {mask_of(problem)}"
+    return f"{where}: clocks of a multiprocessor and instructions per score\n\n{markdown_table(SHOWN, lines)}"
 
 
 def changes(rows: Sequence[Row]) -> list[str]:
     """Return a line for each file and problem: its clocks over those of the file before."""
     lines = []
     for before, after in zip(rows, rows[1:], strict=False):
-        if at([before], Problem(after["capability"], after["head_dim"], after["causal"])):
+        problem = Problem(*(after[name] for name in Problem._fields))
+        if at([before], problem):
             ratio = after["clocks"] / before["clocks"]
-            mask = "causal" if after["causal"] else "no mask"
-            lines.append(f"D={after['head_dim']}, {mask}: {after['name']} costs {ratio:.3f} of {before['name']}")
+            lines.append(
+                f"D={problem.head_dim}, {mask_of(problem)}: {after['name']} costs {ratio:.3f} of {before['name']}"
+            )
     return lines

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import torch
 import torch.nn.functional as F
-from sage_kernels.sla2.routing import MASK_BLOCK_Q
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -60,6 +60,16 @@ def flex(case: Case) -> Run:
     shape, device = case.problem.shape, case.problem.query.device
     mask = _causal_blocks(shape.n, device) if shape.causal else None
     return by_autograd(case, partial(compiled_flex(), block_mask=mask, enable_gqa=shape.heads != shape.kv_heads))
+
+
+def sage_attention(case: Case) -> Run:
+    """Run SageAttention's forward pass; it has no other. It smooths the keys that it is given in place: a copy."""
+    require("sageattention", "sageattention")
+    if case.direction != "fwd":
+        raise NotImplementedError("it has a forward pass alone")
+    key, is_causal = case.problem.key.clone(), case.problem.shape.causal
+    attention = import_module("sageattention").sageattn
+    return by_autograd(case, lambda query, _, value: attention(query, key, value, is_causal=is_causal))
 
 
 @functools.cache
@@ -120,6 +130,34 @@ def fa4_masked(case: Case) -> Run:
     return by_autograd(case, attention)
 
 
+def sla_triton(case: Case) -> Run:
+    """Run the Triton kernels of SLA's authors, which FastVideo's package has: as many blocks in every list."""
+    require(*FASTVIDEO)
+    problem = case.problem
+    counts, order = block_lists(problem.block_mask)
+    count = int(counts.max())
+    if (counts < count).any():
+        raise NotImplementedError("it takes lists of one length")
+    attention = import_module(f"{FASTVIDEO[1]}.triton_kernels.sla_triton")._attention.apply
+    lists = problem.block_mask.to(torch.int8).contiguous(), order[..., :count].contiguous(), count
+    return by_autograd(case, lambda *inputs: attention(*inputs, *lists, MASK_BLOCK_Q, MASK_BLOCK_KV))
+
+
+def vsa(case: Case) -> Run:
+    """Run VSA's kernels, which FastVideo's package has: for blocks of 64 queries and 64 keys, all of them full."""
+    require(*FASTVIDEO)
+    shape = case.problem.shape
+    if shape.n % MASK_BLOCK_KV:
+        raise NotImplementedError(f"it takes a multiple of {MASK_BLOCK_KV} tokens")
+    blocks = shape.n // MASK_BLOCK_KV
+    mask = case.problem.block_mask.repeat_interleave(MASK_BLOCK_Q // MASK_BLOCK_KV, -2)[:, :, :blocks]
+    counts, order = block_lists(mask)
+    sizes = torch.full((blocks,), MASK_BLOCK_KV, dtype=torch.int32, device=counts.device)
+    attention = import_module(FASTVIDEO[1]).block_sparse_attn_from_indices
+    return by_autograd(case, lambda *inputs: attention(*inputs, order, counts, sizes)[0])
+
+
+FASTVIDEO = "fastvideo-kernel", "fastvideo_kernel"
 PEERS = (
     Provider("sdpa_flash", partial(sdpa, backend=SDPBackend.FLASH_ATTENTION)),
     Provider("sdpa_cudnn", partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION)),
@@ -127,6 +165,12 @@ PEERS = (
     # With 3 bits after the point E4M3's own errors are up to twice as large as INT8's.
     Provider("cudnn_fp8", fp8, largest_error=2 * LARGEST_ERROR),
     Provider("flex", flex),
+    Provider("sageattention", sage_attention),
 )
-MASKED_PEERS = (Provider("fa4", fa4_masked, "masked"), Provider("flex", flex_masked, "masked"))
+MASKED_PEERS = (
+    Provider("fa4", fa4_masked, "masked"),
+    Provider("flex", flex_masked, "masked"),
+    Provider("sla_triton", sla_triton, "masked"),
+    Provider("vsa", vsa, "masked"),
+)
 EVERY_BLOCK = PEERS[:2]  # those to which problems with a mask are given without it

@@ -11,6 +11,9 @@ PEER_NAMES = {
     "fa4": "FlashAttention-4",
     "cudnn_fp8": "cuDNN, FP8",
     "flex": "FlexAttention",
+    "sageattention": "SageAttention",
+    "sla_triton": "SLA's kernels",
+    "vsa": "VSA's kernels",
 }
 # The columns that rows of one turn have in common.
 TURN = ("n_q", "heads", "kv_heads", "head_dim", "causal", "layout", "mask", "scope", "direction", "cuda_graph")
@@ -38,9 +41,10 @@ def peer_ratios(rows: Sequence[Row]) -> dict[str, float]:
 def ratio_lines(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
     """Return the header and the lines of a table: every turn, and each peer's time over ours."""
     columns = [name for name in TURN if any(row.get(name) is not None for row in rows)]
+    peers = {name: words for name, words in PEER_NAMES.items() if any(row["provider"] == name for row in rows)}
     lines = []
     for where, of in turns(rows):
         ratios = peer_ratios(of)
-        cells = (f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in PEER_NAMES)
+        cells = (f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in peers)
         lines.append((*(where[name] for name in columns), *cells))
-    return (*columns, *PEER_NAMES.values()), lines
+    return (*columns, *peers.values()), lines

@@ -1,1 +1,1 @@
-"""The commands that measure something, each in one file with `add_options(parser)` and `NAME_command(options)`."""
+"""The commands that measure something, each in one file with a dataclass of its name, an `Arguments`."""

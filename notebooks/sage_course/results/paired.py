@@ -61,32 +61,41 @@ def paired_speed() -> str:
     record = read_record(PAIRED)
     where_all = {"scope": "autograd", "layout": "bhnd", "cuda_graph": False}
     rows = record.select(**where_all, direction="fwd+bwd")
+    peers = peers_in(record)
     forward = {_shape(where): peer_ratios(of) for where, of in turns(record.select(**where_all, direction="fwd"))}
     lines = []
     for where, of in turns(rows):
         ratios, alone, host = peer_ratios(of), forward[_shape(where)], {row["provider"]: row["host_us"] for row in of}
-        cells = [f"{ratios[peer]:.2f} ({alone[peer]:.2f})" if peer in ratios else "" for peer in PEER_NAMES]
+        cells = [f"{ratios[peer]:.2f} ({alone[peer]:.2f})" if peer in ratios else "" for peer in peers]
         cells += [f"{host[provider]:.0f}" if provider in host else "" for provider in (OURS, "sdpa_cudnn", "fa4")]
         lines.append((_shape(where), *cells))
     host_times = ("our host time, us", "cuDNN's", "FlashAttention-4's")
-    table = markdown_table(("", *PEER_NAMES.values(), *host_times), lines)
+    table = markdown_table(("", *(PEER_NAMES[peer] for peer in peers), *host_times), lines)
     described = f"{COMPARED}; both passes, in brackets the forward pass, bfloat16; {record.caption}.{_absent(record)}"
-    return f"{table}\n\n{described}\n\n{_errors(rows)}"
+    return f"{table}\n\n{described}\n\n{_errors(record.select(**where_all))}"
+
+
+def peers_in(record: Record) -> list[str]:
+    """Return the peers that were timed."""
+    return [name for name in PEER_NAMES if record.select(provider=name)]
 
 
 def _errors(rows: Sequence[Row]) -> str:
-    """Return a list of everyone's relative L2 error, the largest of O, dQ, dK and dV."""
-    errors: dict[str, list[float]] = {}
-    for row in rows:
-        errors.setdefault(row["provider"], []).append(row["rel_l2"])
-    listed = [f"- {(OUR_NAMES | PEER_NAMES)[name]}: {min(of):.4f} to {max(of):.4f}" for name, of in errors.items()]
+    """Return a list of everyone's relative L2 error, for each shape the largest of O, dQ, dK and dV."""
+    errors: dict[str, dict[str, float]] = {}
+    for where, of in turns(rows):
+        for row in of:
+            shapes = errors.setdefault(row["provider"], {})
+            shapes[_shape(where)] = max(row["rel_l2"], shapes.get(_shape(where), 0.0))
+    ranges = {name: (min(shapes.values()), max(shapes.values())) for name, shapes in errors.items()}
+    listed = [f"- {(OUR_NAMES | PEER_NAMES)[name]}: {low:.4f} to {high:.4f}" for name, (low, high) in ranges.items()]
     return "\n".join(["The largest relative L2 error of O, dQ, dK and dV against exact attention:\n", *listed])
 
 
 def paired_sparse() -> str:
     """Return the table of peers' times over those of `sparse_linear_attention`, by length, mask and direction."""
     record = read_record(PAIRED_SPARSE)
-    peers = [name for name in PEER_NAMES if record.select(provider=name)]
+    peers = peers_in(record)
     lines = []
     for where, of in turns(record.rows):
         ratios = peer_ratios(of)

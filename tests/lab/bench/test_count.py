@@ -33,14 +33,14 @@ def test_loops_with_an_exponential_a_score_count_and_a_masked_copy_does_not():
 
 
 def test_all_loops_together_are_the_cost_of_a_score():
-    row = row_of("two passes", PROBLEM, [(code(ALONE), COMPILED, 4), (code(BOTH), COMPILED, 4)])
+    row = row_of("two passes", PROBLEM, [(code(ALONE), COMPILED), (code(BOTH), COMPILED)])
     assert (row["name"], row["head_dim"], row["causal"], row["registers"]) == ("two passes", 64, False, 168)
     assert row["exp2"] == pytest.approx(10 / 4)
     assert row["instructions"] == pytest.approx((9 + 10) / 4, abs=0.01)
     # Tensor cores: 3 x 64 multiply-adds of 4096 a clock; the busiest other unit is that of exp2, 16 a clock.
     assert row["clocks"] == pytest.approx(3 * 64 / 4096 + 10 / 4 / 16, abs=1e-4)
     with pytest.raises(ValueError, match="prepares: expected a loop over keys"):
-        row_of("prepares", PROBLEM, [(code(OTHER), COMPILED, 4)])
+        row_of("prepares", PROBLEM, [(code(OTHER), COMPILED)])
 
 
 def test_the_rule_adds_the_busiest_other_unit():

@@ -114,7 +114,7 @@ BAD = {  # the command line: what its one line says
     "bench --op": "argument --op: expected one argument",
     "bench --without flex nobody": "argument --without: invalid choice: 'nobody'",
     "count nothing.py": "argument FILE: expected a file that can be read, got 'nothing.py'",
-    "count --target 70": "argument --target: expected one of 80, 86, 89, 90, 120, got '70'",
+    "count --target 70": "argument --target: invalid choice: 70 (choose from 80, 86, 89, 90, 120)",
     "count text.txt --head-dim 64": "text.txt: expected an attention that compiles, got SyntaxError",
 }
 
