@@ -113,7 +113,8 @@ def names_of_the_notebook(gap: Gap, report: Report) -> str:
     named = [f"`{name}`" for name in sorted(names) if isinstance(found.get(name), values)]
     if not named:
         return ""
-    return f"It reads {' and '.join(named)} of the notebook. It is called with other sizes, too: use its arguments."
+    named = " and ".join(named)
+    return f"It reads {named} of the notebook, the same for all inputs. Take what changes from its arguments."
 
 
 def names_read(text: str) -> set[str]:

@@ -9,7 +9,7 @@ import json
 import re
 import tomllib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sage_lab.records import REPOSITORY
 
@@ -86,9 +86,14 @@ def load(path: Path) -> Load:
     return Load(notebook_facts(path, "".join(cells[0]["source"])).minutes, lines, numbers, gaps)
 
 
+def project() -> dict[str, Any]:
+    """Return what pyproject.toml says about the library."""
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
 def public_address() -> str:
-    """Return the repository's public address, from project.urls in pyproject.toml."""
-    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+    """Return the repository's public address."""
+    return project()["urls"]["Repository"]
 
 
 def file_address(path: Path) -> str:

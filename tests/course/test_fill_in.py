@@ -231,6 +231,33 @@ def test_lines_are_tried_before_all_are_filled_in(capsys, edits, what, more):
     assert said(capsys, WITHOUT_MEAN, *edits) == [first, *more]
 
 
+def test_a_number_of_the_notebook_in_place_of_an_argument_is_named(capsys):
+    gap = Gap(without_mean, WITHOUT_MEAN.trials)
+    written = engine.defined(source(without_mean).replace("weight.sum()", "size"), "a cell", {"size": 9.0})[
+        "without_mean"
+    ]
+    with pytest.raises(NotYetError, match="It reads `size` of the notebook, the same for all inputs."):
+        fill_in("g", written, gaps={"g": gap})
+
+
+def test_later_cells_get_the_solutions_result_where_a_right_one_differs_by_rounding():
+    def in_double(x):
+        return 2.0000001 * x.double()
+
+    def right_in_the_trials_alone(x):
+        return 2 * x if x.numel() < 10 else x
+
+    def calls(function, x):
+        return function(x)
+
+    own = fill_in("doubled", in_double, gaps=GAPS)
+    assert own(torch.ones(2)).equal(torch.tensor([2.0, 2.0]))
+    assert own(torch.ones(2)).dtype == torch.float32
+    assert fill_in("doubled", right_in_the_trials_alone, gaps=GAPS)(torch.ones(10)).equal(torch.ones(10))
+    with_function = {"g": Gap(lambda function, x: function(x), lambda: [(abs, -1.0)])}
+    assert fill_in("g", calls, gaps=with_function) is calls  # a second call could have effects
+
+
 def test_two_mistakes_and_a_change_of_an_input_are_found(capsys):
     assert said(capsys, WITHOUT_MEAN, SHARE, RETURN)[3:] == WRONG
     assert said(capsys, WITHOUT_MEAN, (" * x", " / x"))[-1] == "Hint: `/` stands where a different operator belongs."
