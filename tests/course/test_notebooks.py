@@ -13,6 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 from sage_course import figures
 from sage_course.outline import INSTALL, NOT_COMPARED, load, outputs_not_compared
+from sage_course.teaching import REASONS
 from sage_lab.records import REPOSITORY
 
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
@@ -163,3 +164,11 @@ def test_notebook_00_leads_to_every_notebook():
     texts = [text_of(cell) for cell in json.loads(NOTEBOOKS[0].read_text())["cells"]]
     (course,) = [text for text in texts if text.startswith("## The course")]
     assert re.findall(r"\((\d\d\w*\.ipynb)\)", course) == [path.name for path in NOTEBOOKS[1:]]
+
+
+def test_every_wrong_choice_has_its_reason():
+    for path in NOTEBOOKS:
+        code = [text_of(cell) for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+        for text in code:
+            for asked in re.findall(r"^predict\(\s*\"([^\"]+)\",[^)]*?choices=", text, re.MULTILINE):
+                assert REASONS.get(asked), f"{path.name}: reasons.toml has none for {asked!r}"
