@@ -31,7 +31,8 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from sage_lab.command_line import Failed
-from sage_lab.records import Row, as_json, only_writer, provenance, read_json, write_file, write_record
+from sage_lab.files import only_writer, read_json, write_file
+from sage_lab.records import Row, as_json, provenance, write_record
 
 COMMITS = "commits"  # among the finished parts: not of a run, but of all of them
 
@@ -153,10 +154,13 @@ class Work:
     @property
     def finished(self) -> dict[Run, list[Row]]:
         """The rows of every finished run that is known to be needed, in the plan's order."""
-        found: dict[Run, list[Row]] = {}
-        while new := [run for run in self.plan.known(found) if run.name in self.parts.parts and run not in found]:
-            found |= {run: self.parts.parts[run.name] for run in new}
-        return {run: found[run] for run in self.plan.known(found) if run in found}
+        kept, found = self.parts.parts, {}
+        while True:
+            known = self.plan.known(found)  # more of them once the runs before them are finished
+            now = {run: kept[run.name] for run in known if run.name in kept}
+            if now == found:
+                return now
+            found = now
 
     @property
     def left(self) -> list[Run]:

@@ -1,4 +1,4 @@
-"""Measured results on disk, with their provenance, written in one step so that a kill leaves no half-written file.
+"""Measured results on disk, with their provenance.
 
 A record is JSON: {"provenance": {gpu, driver, torch, triton, commit, date, command, ...}, "rows": [flat dicts]}.
 Only the program that measured something writes a record; prose, figures and tables read it. `archived` in a provenance
@@ -7,15 +7,13 @@ is the reason why the record can't be made again as it was: its command is gone,
 REPOSITORY is the checkout that this file is part of, RECORDED its folder of records.
 """
 
-import glob
 import json
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -23,14 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from sage_lab.files import read_json, write_file
 
 REPOSITORY = Path(os.environ.get("SAGE_REF_REPOSITORY") or Path(__file__).resolve().parents[2])
 RECORDED = REPOSITORY / "notebooks" / "recorded"
 Row = dict[str, Any]
+TIMED = {"alone": "timed alone", "paired": "timed in turn"}
 
 
 class Record(NamedTuple):
@@ -45,8 +41,8 @@ class Record(NamedTuple):
 
     @property
     def timed(self) -> str:
-        """The protocol of its times, as `how_timed` words it."""
-        return how_timed(self.rows)
+        """The protocol of its times: "timed alone", which is what a row without one is, "timed in turn", or both."""
+        return ", ".join(sorted({TIMED[row.get("protocol", "alone")] for row in self.rows}))
 
     @property
     def caption(self) -> str:
@@ -54,14 +50,6 @@ class Record(NamedTuple):
         devices = listed(self.provenance["gpu"] or self.provenance["cpu"])
         archived = ", archived" if "archived" in self.provenance else ""
         return f"measured on {' and '.join(devices)}, {self.provenance['date'][:10]}{archived}"
-
-
-TIMED = {"alone": "timed alone", "paired": "timed in turn"}
-
-
-def how_timed(rows: Sequence[Row]) -> str:
-    """Return "timed alone", which is what a row without a protocol is, "timed in turn", or both."""
-    return ", ".join(sorted({TIMED[row.get("protocol", "alone")] for row in rows}))
 
 
 def listed(value: str | list[str]) -> list[str]:
@@ -78,17 +66,6 @@ def read_record(name: str | Path) -> Record:
     if not isinstance(content.get("provenance"), dict) or not isinstance(content.get("rows"), list):
         raise ValueError(f"name: expected a record with provenance and rows, got {path}")
     return Record(content["provenance"], content["rows"])
-
-
-def read_json(path: Path, what: str) -> dict[str, Any]:
-    """Return the object in a JSON file; `what` names what was expected in the error."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):  # no JSON, or brackets in brackets without end
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"path: expected {what} in JSON, got {path}: remove that file or name a different one")
-    return content
 
 
 def write_record(path: Path | None, rows: Sequence[Row], *, command: str, **facts: Any) -> None:
@@ -126,63 +103,6 @@ def provenance(command: str) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
     }
-
-
-@contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; when the block ends without an error, that file becomes `path` in one step.
-
-    An OSError, for instance of a full disk, names `path`.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
-
-
-def write_file(path: Path, content: str | bytes | memoryview) -> None:
-    """Write a file in one step, text in UTF-8."""
-    with replaced(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def remove_leftovers(path: Path) -> None:
-    """Remove what `replaced` left beside `path` when its process was killed."""
-    for leftover in Path(path).parent.glob(f".{glob.escape(Path(path).name)}.[0-9]*"):
-        leftover.unlink()
-
-
-@contextmanager
-def only_writer(path: Path) -> Iterator[None]:
-    """Hold `path` for this process. Raises ValueError if another process holds it: two would undo each other's work.
-
-    The lock belongs to the operating system and ends with the process, however that ends. On Windows there is none.
-    """
-    if fcntl is None:
-        yield
-        return
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.with_name(f".{path.name}.lock")
-    with lock.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_held = os.path.samestat(os.fstat(file.fileno()), lock.stat())
-        except OSError:  # held by another process, or that one has just removed it
-            is_held = False
-        if not is_held:
-            raise ValueError(f"path: expected a file that no other process is writing, got {path}")
-        try:
-            yield
-        finally:
-            lock.unlink(missing_ok=True)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

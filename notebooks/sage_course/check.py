@@ -134,7 +134,7 @@ def saved_functions(lesson_name: str) -> Path:
 
 def save(answer: Callable, text: str, file: Path) -> None:
     """Write a function's source, after imports of what it names and the notebook has imported."""
-    from sage_lab.records import write_file
+    from sage_lab.files import write_file
 
     function, imports = plain(answer), []
     for name in function.__code__.co_names:

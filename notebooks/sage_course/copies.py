@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Annotated
 
 from sage_lab.command_line import POSITIONAL, Arguments, output_folder
-from sage_lab.records import REPOSITORY, as_json, write_file
+from sage_lab.files import write_file
+from sage_lab.records import REPOSITORY, as_json
 
 from sage_course.outline import notebook_files
 

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record, write_file
+from sage_lab.files import write_file
+from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record
 
 from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import Load, colab_address, framed, load, notebook_files, notebooks, project, public_address

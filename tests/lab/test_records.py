@@ -14,7 +14,8 @@ import torch
 from sage_lab import records
 from sage_lab.__main__ import read_options
 from sage_lab.command_line import written
-from sage_lab.records import Record, provenance, read_record, replaced, write_record
+from sage_lab.files import replaced
+from sage_lab.records import Record, provenance, read_record, write_record
 from sage_lab.training.capture import read_capture
 from sage_lab.training.video_flow import read_weights
 

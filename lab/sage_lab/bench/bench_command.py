@@ -17,8 +17,9 @@ from sage_lab.bench.problem import Shape
 from sage_lab.bench.ratios import OURS, PEER_NAMES, ratio_lines
 from sage_lab.bench.timing import GPU, Gpu, require_gpu
 from sage_lab.command_line import Arguments, Failed, positive
+from sage_lab.files import only_writer
 from sage_lab.plan import FinishedParts
-from sage_lab.records import Row, markdown_table, only_writer, provenance, write_record
+from sage_lab.records import Row, markdown_table, provenance, write_record
 
 
 class Measurement(NamedTuple):

@@ -26,7 +26,8 @@ from sage_lab.bench.compile import SHARED_MEMORY, Case, Selection, compile_kerne
 from sage_lab.bench.cost_model import clocks_per_score, demand
 from sage_lab.bench.instructions import exponentials, kind_of, scores_of, tile_loops
 from sage_lab.command_line import process_pool
-from sage_lab.records import Row, only_writer, read_record, write_record
+from sage_lab.files import only_writer
+from sage_lab.records import Row, read_record, write_record
 
 TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))
 KEY = ("capability", "kernel", "level", "head_dim")

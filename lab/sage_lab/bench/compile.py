@@ -56,7 +56,8 @@ from triton.runtime.jit import create_function_from_signature
 
 from sage_lab.bench.bank_conflicts import conflicts
 from sage_lab.command_line import Arguments, Failed, positive, process_pool
-from sage_lab.records import markdown_table, read_json, write_file, write_record
+from sage_lab.files import read_json, write_file
+from sage_lab.records import markdown_table, write_record
 from sage_ref.prologue import Prologue
 from sage_ref.sla2.router import Routing
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from sage_lab.command_line import Arguments
-from sage_lab.records import as_json, markdown_table, provenance, write_file
+from sage_lab.files import write_file
+from sage_lab.records import as_json, markdown_table, provenance
 from sage_ref.backend import sagebwd_kernels, why_not_triton
 
 

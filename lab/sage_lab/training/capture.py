@@ -16,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from sage_lab.files import write_file
 from sage_lab.models.llama import Llama
-from sage_lab.records import Row, write_file
+from sage_lab.records import Row
 from sage_lab.repairs import scales_in_a_record
 from sage_ref.prologue import before_attention
 from sage_ref.sagebwd.settings import SageBwdSettings

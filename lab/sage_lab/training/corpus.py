@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sage_lab.records import replaced
+from sage_lab.files import replaced
 
 # Site packages are not the standard library, its tests are half of it and hold oddities on purpose, and the
 # sysconfig data names the machine that Python was built on.

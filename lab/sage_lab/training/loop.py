@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from sage_lab.files import only_writer, remove_leftovers, write_file
 from sage_lab.plan import OutOfTime
-from sage_lab.records import Row, only_writer, remove_leftovers, write_file
+from sage_lab.records import Row
 from sage_lab.training.processes import ALONE, Processes
 
 

@@ -22,8 +22,9 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sage_lab.files import write_file
 from sage_lab.models.video_dit import VideoDiT, VideoDiTConfig, load_weights
-from sage_lab.records import Row, write_file
+from sage_lab.records import Row
 from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings
 from sage_lab.training.video_scenes import moving_scenes, seed_of
 

@@ -20,7 +20,7 @@ from sage_lab.experiments.video.verdicts import (
     verdict_rows,
     verdict_table,
 )
-from sage_lab.records import RECORDED, Record, how_timed, markdown_table, read_record
+from sage_lab.records import RECORDED, Record, markdown_table, read_record
 from torch import Tensor
 
 ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"  # in the folder of records
@@ -84,7 +84,7 @@ def speed() -> str:
     more = "".join(f" Not timed: {contender}, {reason}." for contender, reason in left_out.items())
     plan = record.provenance["plan"]
     counts = f"Medians of {plan['repetitions']} steps and {plan['sampled']} samplings"
-    return f"{speed_table(record.rows)}\n\n{counts}, {how_timed(record.rows)}; {record.caption}.{more}"
+    return f"{speed_table(record.rows)}\n\n{counts}, {record.timed}; {record.caption}.{more}"
 
 
 def restored(names: Collection[str]) -> dict[str, Tensor]:

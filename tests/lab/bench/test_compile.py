@@ -16,7 +16,8 @@ from sage_kernels.sla2.ladder import HOPPER_BACKWARD, LEVELS
 from sage_lab.bench import compile as compiling
 from sage_lab.bench.compile import INT8, SIXTEEN_BIT, SPILL, Case, Compiled, complaint, count
 from sage_lab.bench.instructions import KINDS
-from sage_lab.records import REPOSITORY, read_json
+from sage_lab.files import read_json
+from sage_lab.records import REPOSITORY
 
 EVERY = compiling.every_case()
 COMPILE = """

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from sage_lab import command_line
 from sage_lab.__main__ import COMMANDS, main
 from sage_lab.command_line import BAD_INPUT, FAILED, INTERRUPTED, Failed, finish
-from sage_lab.records import only_writer, write_file
+from sage_lab.files import only_writer, write_file
 
 PROGRAM = "python -m sage_lab"
 TRAIN = (  # noqa: SIM905 (as it is typed)

@@ -12,9 +12,9 @@ import pretrain_cases as cases
 import pytest
 import torch
 from pretrain_cases import CONFIG, SETTINGS, STOCHASTIC, new_training, pretrained, saved, sixteen_letters
+from sage_lab.files import replaced
 from sage_lab.models.llama import Llama
 from sage_lab.plan import OutOfTime
-from sage_lab.records import replaced
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.loop import snapshot_path, train
 from sage_lab.training.pretrain import Pretraining, load_model, result_row

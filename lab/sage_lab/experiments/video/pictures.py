@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sage_lab.records import replaced
+from sage_lab.files import replaced
 
 COLOURS = 64
 FRAME_MS = 80

@@ -14,9 +14,10 @@ from torch import Tensor
 from sage_lab.experiments.video.measures import Answers, Questions, answers, questions
 from sage_lab.experiments.video.pictures import write_strip
 from sage_lab.experiments.video.plan import ARMS, FULL, VideoPlan, VideoRun
+from sage_lab.files import replaced
 from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.plan import Work
-from sage_lab.records import Row, replaced
+from sage_lab.records import Row
 from sage_lab.training.loop import train
 from sage_lab.training.video_flow import FlowTraining, Weights, digest, started_model
 from sage_lab.training.video_router import RouterTraining
