@@ -343,26 +343,36 @@ def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
     Raises:
         TypeError, ValueError: The model is no module, or has no SLA2, or its weights are offloaded.
     """
-    masses: dict[SLA2, Tensor] = {}
-    if any(module.alpha_logit.is_meta for module in _some_sla2(model)):
+    modules = _some_sla2(model)
+    if any(module.alpha_logit.is_meta for module in modules):
         raise ValueError("model: expected weights in their places, got offloaded ones: initialise alpha before")
-    hooks = [
-        module.register_forward_pre_hook(lambda module, qkv: masses.update({module: module.selected_mass(*qkv[:2])}))
-        for module in _some_sla2(model)
-    ]
+    _reshard(model)
+    groups = {module: _groups(model, module) for module in modules}
+    masses: dict[SLA2, Tensor] = {}
+
+    def measure(module: SLA2, qkv: tuple[Tensor, ...]) -> None:
+        mass = masses[module] = module.selected_mass(*qkv[:2])
+        for group in groups[module]:
+            dist.all_reduce(mass, group=group)
+            mass /= group.size()
+        module.set_alpha(mass)  # the layers behind it see what it then computes
+
+    hooks = [module.register_forward_pre_hook(measure) for module in modules]
     try:
         model(*inputs, **options)
     finally:
         for hook in hooks:
             hook.remove()
-    for part in model.modules():
-        if hasattr(part, "reshard"):  # of FSDP2, whose root keeps gathered weights: what is written there is lost
-            part.reshard()
+    _reshard(model)
     for module, mass in masses.items():
-        for group in _groups(model, module):
-            dist.all_reduce(mass, group=group)
-            mass /= group.size()
         module.set_alpha(mass)
+
+
+def _reshard(model: nn.Module) -> None:
+    """Give up the weights that FSDP2 has gathered, and its root keeps: what is written there is lost."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
 
 
 def _groups(model: nn.Module, module: SLA2) -> list[dist.ProcessGroup]:

@@ -183,7 +183,7 @@ def good_call(rng, backend, kind=None):
         protect = {"protect": rng.choice([None, torch.arange(n_k) == 0])}
         return call_module(SLA2), qkv | module | protect, inputs, ("query",)
     if kind == 3:
-        return call_module(SLA), qkv | module | {"skipped": 0.0, "feature_map": "softmax"}, inputs, ("query",)
+        return call_module(SLA), qkv | module, inputs, ("query",)
     if kind == 4:
         del qkv["value"]
         return call_initialize_alpha, qkv | module | {"protect": None}, ("query", "key"), ()
