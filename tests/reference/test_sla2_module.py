@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from sla2_oracles import LENGTHS, averaged, drawn_qkv, features, sdpa_over, token_weights
 from torch.testing import assert_close
 
@@ -183,34 +182,6 @@ def test_the_router_trains_in_stage_1_only_and_alpha_in_both(stage):
     for leaf in (*qkv, *(x for x in model.parameters() if x.grad is not None)):
         assert leaf.grad.isfinite().all()
         assert leaf.grad.any()
-
-
-@pytest.mark.parametrize("protecting", [False, True])
-def test_a_few_steps_of_stage_1_lower_the_error(protecting):
-    """Two of eight blocks hold keys far out on both sides of the first feature, where queries look: most of the mass,
-    but means like those of the others. The second feature marks them, where no query looks until proj_q learns it."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 128, 8, generator=generator) * size for size in (0.3, 0.3, 1))
-    marked = torch.isin(torch.arange(128) // 16, torch.tensor([2, 5]))
-    q[..., 0] += 3
-    k[..., 0] += torch.where(marked, 3, 0) * torch.tensor([1, -1]).repeat(64)
-    k[..., 1] += torch.where(marked, 2, 0)
-    protect = torch.arange(128) == 35 if protecting else None  # in a marked block
-    full = F.scaled_dot_product_attention(q, k, v)
-    model = SLA2(8, 2, sparsity=0.75, block_q=16, block_kv=16, quantize=False, backend="reference")
-    model.initialize_alpha(q, k, protect)
-
-    def error(stage):
-        return F.mse_loss(model.stage(stage)(q, k, v, protect), full)
-
-    before = {stage: error(stage).item() for stage in (1, 2)}
-    optimizer = torch.optim.Adam(model.stage(1).parameters(), lr=0.1)
-    for _ in range(20):
-        optimizer.zero_grad()
-        error(1).backward()
-        optimizer.step()
-    assert all(error(stage).item() < before[stage] / 5 for stage in (1, 2))
-    assert torch.equal(model.block_mask(q, k, protect), marked[::16].expand(1, 2, 8, 8))
 
 
 def test_alpha_is_broadcast_or_one_per_block_of_queries():
