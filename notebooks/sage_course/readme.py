@@ -93,6 +93,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "table1": tables.table1,
         "table2": tables.table2,
         "pretraining": tables.pretraining,
+        "pretraining_gpt": tables.pretraining_gpt,
         "pretraining_speed": tables.pretraining_speed,
         "parallel": tables.parallel,
         "video": video.results,

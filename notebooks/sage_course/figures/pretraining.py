@@ -12,6 +12,7 @@ from sage_course.results.pretraining import (
     RUN_KINDS,
     final_losses,
     mean_interval,
+    of_layers,
     pretrain_runs,
     relative_gaps,
 )
@@ -117,5 +118,28 @@ def gap_figure(record: Record, *, title: str) -> Figure:
     ax.set_xticks([*sizes, *PAPER_LOSSES], [f"{size:,}" for size in (*sizes, *PAPER_LOSSES)], rotation=15)
     ax.minorticks_off()
     ax.legend(fontsize=9, loc="lower left")
+    figure.supxlabel(record.caption, fontsize=9)
+    return figure
+
+
+def broken_gradient_figure(record: Record, *, title: str) -> Figure:
+    """Draw how scores grow in each GPT, and how far off dQ of a layer is where its largest score is so large.
+
+    record: rows of `python -m sage_lab pretrain --model gpt`.
+    """
+    figure, (scores, errors) = panels(2, width=4.8, height=3.6, title=title)
+    for row in record.select(seed=0):
+        style = {"color": BLUE if row["qk_norm"] else RED, "label": "QK-norm" if row["qk_norm"] else "no QK-norm"}
+        millions = [probe["step"] * row["tokens_per_step"] / 1e6 for probe in row["probes"]]
+        scores.plot(millions, [max(probe["largest_score"]) for probe in row["probes"]], "o-", **style)
+    scores.set(yscale="log", xlabel="tokens, millions", ylabel="largest score of all layers")
+    for arm, color, name in (("sagebwd", ORANGE, "SageBwd"), ("exact", BLACK, "exact, in 16 bit")):
+        points = [point for of_norm in of_layers(record, arm).values() for point in of_norm]
+        errors.plot(*zip(*points, strict=True), "o", ms=4, color=color, mfc="none", label=name)
+    errors.axhline(1, color="0.6", linewidth=0.8)
+    errors.set(xscale="log", yscale="log", xlabel="largest score of the layer", ylabel="relative error of its dQ")
+    for ax in (scores, errors):
+        ax.legend(fontsize=9)
+        ax.grid(alpha=0.3)
     figure.supxlabel(record.caption, fontsize=9)
     return figure

@@ -162,23 +162,28 @@ def speed_table(record: Record) -> str:
     return markdown_table(header, lines)
 
 
-# The rules for runs of `python -m sage_lab pretrain --model gpt`, written before the first of them.
-LOST, HELD = 1.0, 0.5
-JUDGED_PROBES = 3
+# The rules for the GPTs of `pretrain --model gpt`, written before the first of them.
+GPT = "pretrain_gpt_h200"
+LOST, HELD, JUDGED_PROBES = 1.0, 0.5, 3
 
 
-def judged_loss(differences: Sequence[float], exact: float) -> str:
-    """Judge an arm's final held-out losses minus exact attention's, by seed: the same first weights and batches.
+def judged_losses(record: Record, arm: str, qk_norm: bool) -> str:
+    """Judge an arm's final losses minus those of exact attention by seed: the same first weights and batches.
 
-    "behind" if their 95% interval (Student's t) is above zero, "level" if it ends below the paper's largest gap, else
-    "undecided". One seed is undecided whatever it says. exact: exact attention's mean loss, of which a gap is a share.
+    "behind" if the 95% interval of the differences (Student's t) is above zero, "level" if it ends below the paper's
+    largest gap, else "undecided". A single seed is undecided, whatever it says.
     """
-    if len(differences) < 2:
+    losses = {}
+    for row in record.select(qk_norm=qk_norm):
+        losses.setdefault(row["arm"], {})[row["seed"]] = row["final_val_loss"]
+    exact, own = losses.get("exact", {}), losses.get(arm, {})
+    pairs = [own[seed] / exact[seed] - 1 for seed in own if seed in exact]
+    if len(pairs) < 2:
         return "undecided"
-    found = mean_interval([difference / exact for difference in differences])
+    found = mean_interval(pairs)
     if found.mean - found.half > 0:
         return "behind"
-    largest_gap = max(losses["sagebwd"] / losses["exact"] - 1 for losses in PAPER_LOSSES.values())
+    largest_gap = max(of["sagebwd"] / of["exact"] - 1 for of in PAPER_LOSSES.values())
     return "level" if found.mean + found.half < largest_gap else "undecided"
 
 
@@ -190,3 +195,53 @@ def gradient_is_lost(row: Row, arm: str) -> bool:
     """
     errors = [probe["errors"] for probe in row["probes"][-JUDGED_PROBES:]]
     return all(error[arm] > LOST and error["exact"] < HELD for error in errors)
+
+
+def last_probes(record: Record) -> dict[str, Row]:
+    """Return "QK-norm" and "no QK-norm" -> the last probe of the GPT that was trained with SageBwd."""
+    rows = record.select(arm="sagebwd", seed=0)
+    return {("QK-norm" if row["qk_norm"] else "no QK-norm"): row["probes"][-1] for row in rows}
+
+
+def of_layers(record: Record, arm: str) -> dict[str, list[tuple[float, float]]]:
+    """Return "QK-norm" and "no QK-norm" -> (largest score, error of dQ) of every layer at every probe after the first.
+
+    The error is that of one layer's attention alone: what enters it is exact.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in record.select(seed=0):
+        for probe in row["probes"][1:]:
+            points = zip(probe["largest_score"], probe["attention"][arm]["dQ"], strict=True)
+            found.setdefault("QK-norm" if row["qk_norm"] else "no QK-norm", []).extend(points)
+    return found
+
+
+def gpt_table(record: Record) -> str:
+    """Return what is known of every GPT: its loss, its scores, and how far off its gradient is with each attention."""
+    lines = []
+    for row in record.rows:
+        last = row["probes"][-1]
+        errors = (f"{last['errors'][arm]:.3g}" for arm in ("exact", "sagebwd", "unsmoothed", "printed"))
+        in_a_layer = (f"{max(last['attention'][arm]['dQ']):.2g}" for arm in ("exact", "sagebwd", "between"))
+        name = f"{row['arm']}, {'QK-norm' if row['qk_norm'] else 'no QK-norm'}, seed {row['seed']}"
+        verdict = "" if row["arm"] == "exact" else judged_losses(record, row["arm"], row["qk_norm"])
+        score = f"{max(last['largest_score']):,.0f}"
+        lines.append((name, f"{row['final_val_loss']:.4f}", verdict, score, *errors, *in_a_layer))
+    header = (
+        "trained with",
+        "held-out loss",
+        "against exact attention",
+        "largest score",
+        "exact in 16 bit",
+        "SageBwd",
+        "no K-smoothing",
+    )
+    header += ("one scale per tile", "exact, one layer", "SageBwd, one layer", "kernels against PyTorch")
+    row = record.rows[0]
+    described = (
+        f"{row['parameters'] / 1e6:.0f} million parameters, {row['tokens'] / 1e6:.0f} million tokens of Linux's "
+        f"sources, {row['tokens_per_step']:,} a batch, learning rate {row['learning_rate']:g}. From the fifth column "
+        "on: |g - exact| / |exact| at the end, of the whole model's gradient on four held-out sequences, then of dQ in "
+        f"the worst layer by itself; {record.caption}."
+    )
+    return f"{markdown_table(header, lines)}\n\n{described}"

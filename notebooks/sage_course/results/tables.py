@@ -8,7 +8,7 @@ from sage_lab.records import markdown_table, read_record
 
 from sage_course.results import full_batch
 from sage_course.results.claims import claims, hypothesis
-from sage_course.results.pretraining import PAPER_LOSSES, loss_summary, pretrain_runs, speed_table
+from sage_course.results.pretraining import GPT, PAPER_LOSSES, gpt_table, loss_summary, pretrain_runs, speed_table
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
@@ -74,6 +74,11 @@ def pretraining() -> str:
     model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])
     data = f"{runs.provenance['plan']['tokens'] / 1e6:.0f}M bytes of Python sources"
     return f"{losses}\n\nMean, range and seeds; {model}, {data} per run; {runs.caption}.\n\n{verdicts}\n\n{bias}"
+
+
+def pretraining_gpt() -> str:
+    """Return the table of the GPTs, and what happens to their gradients."""
+    return gpt_table(read_record(GPT))
 
 
 def pretraining_speed() -> str:
