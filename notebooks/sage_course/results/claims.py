@@ -19,6 +19,7 @@ from sage_course.results.pretraining import (
     bias_to_noise,
     final_losses,
     last_errors,
+    last_probes,
     mean_interval,
     noise_checkpoints,
     noise_of,
@@ -123,6 +124,24 @@ def smoothing(runs: Record, sizes: Sequence[int]) -> Claim:
     ours += f"{scatter:.3f}"
     number = f"loss without it {spans[0]}; seeds differ by {scatter:.3f}"
     return Claim("(iv) K-smoothing is needed, Q-smoothing adds nothing.", ours, UNDECIDED, number)
+
+
+def with_gradients(found: Sequence[Claim], gpt: Record) -> list[Claim]:
+    """Add to three claims what the gradients of the GPTs say at the end of training; losses they don't compare."""
+    probes = last_probes(gpt)
+    with_norm, without = probes["QK-norm"]["errors"], probes["no QK-norm"]["errors"]
+    exact, same = "exact attention's in 16 bit", with_norm["sagebwd"]
+    said = {
+        "trains as well": f"a GPT's gradient is {with_norm['sagebwd']:.1%} off, {exact} {with_norm['exact']:.1%}",
+        "diverges": f"a GPT's gradient is {without['sagebwd']:.0%} off, but {exact} {without['exact']:.0%}, too",
+        "K-smoothing": f"without it a GPT's gradient is {with_norm['unsmoothed']:.1%} off, with it {same:.1%}",
+    }
+    claims = []
+    for claim in found:
+        added = next((f"; {text}" for words, text in said.items() if words in claim.paper), "")
+        number = claim.number and claim.number + added
+        claims.append(claim._replace(ours=claim.ours + added, number=number))
+    return claims
 
 
 def bias_ratios(noise: Record, variant: str, tokens_per_step: int) -> list[float]:

@@ -8,6 +8,7 @@ from sage_lab.records import Row, markdown_table, read_record
 from sage_course.results import claims, full_batch, video
 from sage_course.results.claims import LARGEST_GAP, PARTLY, SUPPORTED, UNDECIDED
 from sage_course.results.paired import PAIRED, PAIRED_SPARSE
+from sage_course.results.pretraining import GPT
 from sage_course.results.tables import FULL_BATCH, LAYERS, PRETRAIN, TABLE1
 
 MAIN_N = 4096
@@ -50,7 +51,8 @@ def accuracy() -> list[tuple]:
 
 def training() -> list[tuple]:
     """Return the lines about pre-training with SageBwd."""
-    small, fragile, large, divergence, smoothing = claims.claims(read_record(PRETRAIN), read_record(LAYERS))
+    judged = claims.claims(read_record(PRETRAIN), read_record(LAYERS))
+    small, fragile, large, divergence, smoothing = claims.with_gradients(judged, read_record(GPT))
     found = {
         "SageBwd trains as well as exact attention with few tokens per batch": small,
         f"SageBwd ends {LARGEST_GAP:.1%} behind with many tokens per batch": large,

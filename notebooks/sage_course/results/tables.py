@@ -7,7 +7,7 @@ from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
 from sage_lab.records import markdown_table, read_record
 
 from sage_course.results import full_batch
-from sage_course.results.claims import claims, hypothesis
+from sage_course.results.claims import claims, hypothesis, with_gradients
 from sage_course.results.pretraining import GPT, PAPER_LOSSES, gpt_table, loss_summary, pretrain_runs, speed_table
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
@@ -68,7 +68,8 @@ def pretraining() -> str:
         lines.append((f"the paper's {name}, QK-norm", *cells))
     losses = markdown_table(("final validation loss", *(f"{size:,} tokens per batch" for size in sizes)), lines)
     without_noise = full_batch.claim_of(full_batch.conditions(read_record(FULL_BATCH)))
-    found = [claim[:3] for claim in (*claims(runs, read_record(LAYERS)), without_noise)]
+    judged = with_gradients(claims(runs, read_record(LAYERS)), read_record(GPT))
+    found = [claim[:3] for claim in (*judged, without_noise)]
     verdicts = markdown_table(("the paper says", "our runs", "verdict"), found)
     bias = hypothesis(runs, read_record(NOISE))
     model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])

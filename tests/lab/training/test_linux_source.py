@@ -2,6 +2,7 @@
 
 import io
 import tarfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,14 @@ def test_the_same_archive_gives_the_same_tokens_which_are_kept_beside_it(archive
     found = read_corpus(archive)
     monkeypatch.setattr(linux_source, "linux_corpus", None)
     assert read_corpus(archive).facts == found.facts
+
+
+def test_a_part_of_linux_gives_the_tokens_that_it_always_gave():
+    """linux_part.tar.xz: eight files under the MIT or a BSD licence. The hash is what a record names a corpus by."""
+    part = Path(__file__).with_name("linux_part.tar.xz")
+    corpus = linux_corpus(part, Sizes(vocabulary=1000, text=50_000, train=20_000, held_out=5_000))
+    assert corpus.sha256 == "6f33734e9c12b5cd16a834453261d721e126b66c31fea749713707be54000d5e"
+    assert len(corpus.held_out) == 5_000
 
 
 def test_an_archive_of_something_else_is_refused(tmp_path):
