@@ -9,7 +9,13 @@ import torch
 from sage_course.results import claims, first_page, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
-from sage_course.results.pretraining import Interval, paired_differences, pretrain_runs
+from sage_course.results.pretraining import (
+    Interval,
+    gradient_is_lost,
+    judged_losses,
+    paired_differences,
+    pretrain_runs,
+)
 from sage_lab.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
 from sage_lab.records import Record, read_record
 
@@ -55,6 +61,40 @@ def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():
 
 def verdicts(runs=RUNS, layers=LAYERS):
     return [claim.verdict for claim in claims.claims(runs, layers)]
+
+
+def test_a_batch_as_large_as_the_papers_small_one_does_not_test_a_claim_about_the_large_one():
+    """As the rule of notebook 06b says, and the paper itself finds no gap there."""
+    for size, expected in ((2**18, claims.UNTESTED), (2**19, CONTRADICTED)):
+        plan = RUNS.provenance["plan"] | {"tokens_per_step": [SMALL, size]}
+        rates = RUNS.provenance["learning_rate"] | {str(size): RUNS.provenance["learning_rate"][str(LARGE)]}
+        rows = [row | {"tokens_per_step": size} if row["tokens_per_step"] == LARGE else row for row in RUNS.rows]
+        runs = Record(RUNS.provenance | {"plan": plan, "learning_rate": rates}, rows)
+        layers = [row | {"tokens_per_step": size} if row["tokens_per_step"] == LARGE else row for row in LAYERS.rows]
+        assert verdicts(runs, Record(LAYERS.provenance, layers))[2] == expected
+
+
+def test_a_gradient_is_lost_only_while_the_control_holds():
+    def run(sagebwd, exact):
+        return {"probes": [{"errors": {"sagebwd": x, "exact": y}} for x, y in zip(sagebwd, exact, strict=True)]}
+
+    assert gradient_is_lost(run([0.1, 1.2, 1.3, 1.4], [0.1] * 4), "sagebwd")
+    assert not gradient_is_lost(run([1.2, 0.9, 1.3, 1.4], [0.1] * 4), "sagebwd")
+    assert not gradient_is_lost(run([1.2, 1.2, 1.3, 1.4], [0.1, 0.1, 0.6, 0.1]), "sagebwd")
+
+
+def test_losses_are_judged_seed_by_seed_and_one_seed_decides_nothing():
+    def runs(*of_seeds):
+        rows = []
+        for seed, (exact, sagebwd) in enumerate(of_seeds):
+            for arm, loss in (("exact", exact), ("sagebwd", sagebwd)):
+                rows.append({"arm": arm, "qk_norm": True, "seed": seed, "final_val_loss": loss})
+        return judged_losses(Record({}, rows), "sagebwd", True)
+
+    assert runs((2.0, 2.5)) == "undecided"
+    assert runs((2.0, 2.1), (3.0, 3.16), (2.5, 2.62)) == "behind"
+    assert runs((2.0, 2.001), (3.0, 2.999), (2.5, 2.501)) == "level"
+    assert runs((2.0, 2.1), (3.0, 2.9), (2.5, 2.6)) == "undecided"
 
 
 @pytest.mark.parametrize(
