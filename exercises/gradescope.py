@@ -8,11 +8,9 @@ without a score, and the instructor finds the reason in the log, which students 
 import io
 import json
 import posixpath
-import re
 import sys
 import zipfile
 import zlib
-from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -144,22 +142,6 @@ def read_weights(path: Path, names: list[str]) -> dict[str, float]:
     return weights
 
 
-def for_students(path: str, content: bytes, files: Container[str]) -> bytes:
-    """Return a Markdown page for those who have `files` alone: without what is only in a clone, nor dead links.
-
-    Of a link to a file that isn't there, the words are left. What only a clone has stands between two comments.
-    """
-    if not path.endswith(".md"):
-        return content
-
-    def kept(link):
-        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link[2].partition("#")[0]))
-        return link[0] if "://" in link[2] or link[2].startswith("#") or target in files else link[1]
-
-    text = re.sub(r"<!-- begin clone -->.*?<!-- end clone -->\n*", "", content.decode(), flags=re.DOTALL)
-    return re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", kept, text).encode()
-
-
 def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
     """Write autograder.zip, student.zip and hidden_seeds.json to a folder; the same input gives the same bytes.
 
@@ -175,7 +157,6 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
         student[f"exercises/{name}/exercise.py"] = exercise.stub.encode()
         for file in ("master", "task"):
             student[f"exercises/{name}/{file}.z"] = zlib.compress((ROOT / name / f"{file}.py").read_bytes(), 9)
-    student = {path: for_students(path, text, student) for path, text in student.items()}
     autograder = {
         **engine,
         "setup.sh": SETUP.encode(),
