@@ -96,18 +96,18 @@ class Judge:
         """
         note = ""
         for seed in seeds:
-            calls = self.exercise.calls(test, seed)
+            calls, found = self.exercise.calls(test, seed), []
             try:
-                found = [submission.call(call) for call in calls]
+                for call in calls:
+                    found.append(submission.call(call))
+                    if call.judge and (wrong := call.judge(found[-1])).kind:
+                        said = f"{wrong.hint} ({wrong.found})" if wrong.found and not fixed else wrong.hint
+                        return failed(test, wrong.hint, said, fixed)
                 if not self.exercise.capstone and any(map(holds_none, found)):
                     raise SubmissionError(RETURNED_NONE, raised=f"ValueError: {NONE}")
             except SubmissionError as error:
                 return self.without_an_answer(test, seed, calls[0].function, error, fixed)
             if self.exercise.capstone:
-                verdicts = [call.judge(outcome) for call, outcome in zip(calls, found, strict=True)]
-                if wrong := next((verdict for verdict in verdicts if verdict.kind), None):
-                    said = f"{wrong.hint} ({wrong.found})" if wrong.found and not fixed else wrong.hint
-                    return failed(test, wrong.hint, said, fixed)
                 continue
             expected, differ = self.exercise.expected(test, seed), partial(wrong_part, test, paid=self.paid)
             if same(found, expected, differ):

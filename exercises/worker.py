@@ -73,7 +73,7 @@ def define(name: str, source: bytes, file: str) -> ModuleType:
     return module
 
 
-def serve(control: socket.socket) -> None:
+def serve(control: socket.socket, processor_seconds: int) -> None:
     """Fork a process for each message, and end all that it started, until the grader closes the socket."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 2)
@@ -82,6 +82,7 @@ def serve(control: socket.socket) -> None:
         process = os.fork()
         if process == 0:
             control.close()
+            limit_resources({"RLIMIT_CPU": processor_seconds}, {})  # not of the server, which has imported torch
             answer_calls(*descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -220,7 +221,9 @@ if __name__ == "__main__":
             importlib.import_module(name)
     torch.set_num_threads(1)
     sys.modules.update(dict.fromkeys(BLOCKED))  # what an exercise asks for can't be imported
-    give_up_rights(int(sys.argv[3]), json.loads(sys.argv[4]))
+    limits = json.loads(sys.argv[4])
+    processor_seconds = limits.pop("RLIMIT_CPU")
+    give_up_rights(int(sys.argv[3]), limits)
     with socket.socket(fileno=int(sys.argv[1])) as control:
         control.send(b"ready")
-        serve(control)
+        serve(control, processor_seconds)

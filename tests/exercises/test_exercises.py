@@ -306,7 +306,7 @@ def test_error_of_the_master_is_not_the_students(graded):
 
 
 def test_a_server_that_can_not_start_is_nobodys_fault(graded):
-    with Sandbox(Limits(processor_seconds="many")) as broken, pytest.raises(SandboxError, match="TypeError"):
+    with Sandbox(Limits(file="many")) as broken, pytest.raises(SandboxError, match="TypeError"):
         graded("def f(x): return x", sandbox=broken)
 
 
