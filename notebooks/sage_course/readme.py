@@ -101,7 +101,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "paired": paired.paired_speed,
         "ladders": kernels.ladders,
         "paired_sparse": paired.paired_sparse,
-        "sla2": kernels.sla2,
         "accuracy": kernels.accuracy,
     },
     "notebooks/book/int8_backward.md": {

@@ -7,8 +7,7 @@ from sage_lab.experiments.table1 import TENSORS
 from sage_lab.records import Record, Row, markdown_table, read_record
 
 BENCH, ACCURACY, INSTRUCTIONS = "bench_h200", "accuracy_h200", "instructions_sm90"
-SLA2_BENCH, SLA2_ACCURACY = "bench_sla2_h200", "accuracy_sla2_h200"
-SLA2_INT8_LEVEL = 3
+SLA2_ACCURACY = "accuracy_sla2_h200"
 OURS, FLASH, CUDNN = ({"provider": name} for name in ("sage_kernels", "sdpa_flash", "sdpa_cudnn"))
 HEAD_DIMS, CAUSAL = (128, 64), (False, True)
 MAIN_N = 8192
@@ -70,21 +69,3 @@ def accuracy() -> str:
 def largest(rows: Iterable[Row], tensors: Iterable[str]) -> list[str]:
     """Return each tensor's largest error."""
     return [f"{max(row.get(tensor, 0.0) for row in rows):.4f}" for tensor in tensors]
-
-
-def sla2() -> str:
-    """Return the table of the module SLA2 in INT8 against attention over all keys, by length and sparsity."""
-    record = read_record(SLA2_BENCH)
-    lines = []
-    for n in sorted(distinct(record.rows, "n_q")):
-        for sparsity in sorted(distinct(record.select(op="sla2"), "sparsity")):
-            cells = [f"{n} ({record.select(n_q=n)[0]['heads']} heads)", f"{sparsity:.0%}"]
-            for direction in ("fwd", "fwd+bwd"):
-                shape = {"n_q": n, "scope": "autograd", "direction": direction}
-                ours = record.select(sparsity=sparsity, level=SLA2_INT8_LEVEL, **OURS, **shape)[0]["ms_median"]
-                dense = (record.select(**peer, **shape)[0]["ms_median"] for peer in (FLASH, CUDNN))
-                cells += [f"{ours:.2f}", *(f"{time / ours:.1f}x" for time in dense)]
-            lines.append(cells)
-    times = ("forward, ms", "FA-2", "cuDNN", "forward + backward, ms", "FA-2", "cuDNN")
-    table = markdown_table((f"N, {record.timed}", "sparsity", *times), lines)
-    return f"{table}\n\nbfloat16, batch 1, D=128; {record.caption}."
