@@ -7,14 +7,24 @@ import signal
 import sys
 from pathlib import Path
 
-from sage_lab.command_line import DONE, FAILED, finish, imported, input_file, output_file, output_folder, positive
+from sage_lab.command_line import (
+    DONE,
+    FAILED,
+    Parser,
+    finish,
+    imported,
+    input_file,
+    output_file,
+    output_folder,
+    positive,
+)
 
 from exercises import ROOT, exercise_names
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return the status that its process should end with."""
-    parser = argparse.ArgumentParser(prog="python -m exercises", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="python -m exercises", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("stubs", help="make each exercise.py that isn't there")

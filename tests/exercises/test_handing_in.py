@@ -181,6 +181,8 @@ SURROUNDINGS = {  # what a shell does first, the module's arguments, its status 
         "output: No space",
     ),
     "a deleted working folder": ('rmdir "$PWD/gone"; exec "$@"', ["grade", "01"], 2, "one that was deleted"),
+    "no walls": ('exec "$@"', ["grade", "--all", "--submission", "."], 2, "--trust does it all the same"),
+    "no walls for a class": ('exec "$@"', ["grade", "01", "--class", "."], 2, "grade only your own"),
     "no torch": ('PYTHONPATH="$PWD:$PYTHONPATH" exec "$@"', ["grade", "01"], 2, "torch: expected a package"),
 }
 
@@ -193,7 +195,8 @@ def test_odd_surroundings_are_one_line(tmp_path, name):
     place.mkdir(exist_ok=True)
     prefix = ("sh", "-c", "unset PYTHONUNBUFFERED; " + shell.replace("$PWD/gone", str(place)), "sh")
     path = f"{tmp_path}:{PATHS}" if name == "no torch" else PATHS
-    done = run_module(place, "exercises", *arguments, prefix=prefix, path=path)
+    surroundings = {"prefix": (), "PATH": str(place)} if "no walls" in name else {"prefix": prefix}
+    done = run_module(place, "exercises", *arguments, path=path, **surroundings)
     assert (done.returncode, len(done.stderr.splitlines())) == (status, 1), done.stderr
     assert says in done.stderr
 
