@@ -42,7 +42,7 @@ from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.sla2.backward import keys_hopper, linear_queries_hopper, queries_hopper
 from sage_kernels.sla2.forward import level4_hopper
 from sage_kernels.sla2.ops import LEVEL_HOPPER, LEVEL_INT8
-from sage_lab.emulator import Changed, Machine, plain
+from sage_lab.emulator import Changed, Machine, Registers, plain
 
 from sage_ref import sagebwd_attention
 
@@ -379,7 +379,7 @@ def test_sums_are_rounded_products():
     limit = (2.0**30 / f.double()).clamp(max=128 * 127**2)[:, None]
     x = torch.cat((2 * torch.rand(4000, 30, generator=generator) - 1, torch.tensor([[1.0, -1.0]]).expand(4000, 2)), 1)
     x = (x.double() * limit).int()
-    m, half, k = on_plain_tensors(units.multiplier)(f)
+    m, half, k = on_plain_tensors(units.multiplier)(f.as_subclass(Registers))
     assert all(part.dtype == torch.int32 for part in (m, half, k))
     found, exact = (x * m + half >> k).double(), x.double() * f.double()[:, None]
     error = (found - exact).abs()
