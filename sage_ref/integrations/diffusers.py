@@ -217,7 +217,8 @@ def install_sla2(
     start in stage 2 with alpha at 0.95; then call `initialize_alpha(model, ...)`, and `stage(model, 1)` to train them.
     A second call on one model installs those that are not SLA2 yet. `model.config.sla2` keeps the options for
     `with_sla2`; if a model already has it, it was saved with SLA2, and a warning says that this starts anew. A
-    processor that is set later computes projections and positions; SLA2 stays the layer's attention.
+    processor that is set later computes projections and positions; SLA2 stays the layer's attention. Where diffusers'
+    enable_parallelism divides the tokens, before this or after, SLA2 exchanges heads for them (`sage_ref.parallel`).
 
     Args:
         model: A model of diffusers.
@@ -318,7 +319,8 @@ def sla2_modules(model: nn.Module) -> Iterator[SLA2]:
 def stage(model: nn.Module, number: int) -> None:
     """Set the stage of every SLA2 in a model: 1 trains router and alpha, 2 the model with alpha.
 
-    A saved model doesn't say in which stage it was: it loads in stage 2.
+    Make the optimiser and DistributedDataParallel after this: they keep to what trained when they were made. A saved
+    model doesn't say in which stage it was: it loads in stage 2.
 
     Raises:
         TypeError, ValueError: The model is no module, or has no SLA2.

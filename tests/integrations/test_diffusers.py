@@ -331,7 +331,7 @@ def test_alpha_of_offloaded_weights_is_refused(video):
 
 
 def test_adapters_on_all_linear_layers_reach_the_router_and_alpha_trains_beside_them(video):
-    peft = pytest.importorskip("peft", reason="needs the extra peft")
+    peft = pytest.importorskip("peft", reason="needs peft")
     model = with_trained_sla2()
     model.add_adapter(peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False))
     stage(model, 1)

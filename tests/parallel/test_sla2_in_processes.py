@@ -1,5 +1,6 @@
 """SLA2 in a model that two processes train or share: DDP, FSDP2, diffusers' enable_parallelism; on two GPUs, too."""
 
+import os
 import subprocess
 import sys
 from functools import partial
@@ -167,7 +168,8 @@ def found(request, tmp_path_factory):
         run_together(folder, everything, folder, device, has_diffusers())
     else:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        subprocess.run([*torchrun, __file__, folder, device], check=True)
+        found_here = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([*torchrun, __file__, folder, device], check=True, env=found_here)
     return device, [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
