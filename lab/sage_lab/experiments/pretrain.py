@@ -94,7 +94,7 @@ class Pretrain(Arguments):
     compile: Annotated[bool | None, "with torch.compile; without: on a GPU"] = None
     time: Annotated[int | None, positive, "only time so many steps of each run, in turn"] = None
     folder: Annotated[Path, output_folder, "for checkpoints and logs"] = Path("runs/pretrain")
-    runs_per_gpu: Annotated[int, positive, "runs that share a GPU"] = 1
+    runs_per_gpu: Annotated[int, positive, "runs that share a GPU; a GPT is faster alone"] = 1
     device: Annotated[str, device] = field(default_factory=usual_device)
     minutes: Annotated[float | None, positive_number, "stop at the first report after this time"] = None
 

@@ -128,7 +128,7 @@ def broken_gradient_figure(record: Record, *, title: str) -> Figure:
     record: rows of `python -m sage_lab pretrain --model gpt`.
     """
     figure, (scores, errors) = panels(2, width=4.8, height=3.6, title=title)
-    for row in record.select(seed=0):
+    for row in record.select(arm="sagebwd", seed=0):
         style = {"color": BLUE if row["qk_norm"] else RED, "label": "QK-norm" if row["qk_norm"] else "no QK-norm"}
         millions = [probe["step"] * row["tokens_per_step"] / 1e6 for probe in row["probes"]]
         scores.plot(millions, [max(probe["largest_score"]) for probe in row["probes"]], "o-", **style)

@@ -209,7 +209,7 @@ def of_layers(record: Record, arm: str) -> dict[str, list[tuple[float, float]]]:
     The error is that of one layer's attention alone: what enters it is exact.
     """
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in record.select(seed=0):
+    for row in record.select(arm="sagebwd", seed=0):
         for probe in row["probes"][1:]:
             points = zip(probe["largest_score"], probe["attention"][arm]["dQ"], strict=True)
             found.setdefault("QK-norm" if row["qk_norm"] else "no QK-norm", []).extend(points)
