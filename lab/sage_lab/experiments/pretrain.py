@@ -54,7 +54,7 @@ PASSED_ON += ("validation_sequences", "probe_sequences", "device", "folder")
 
 @dataclass(frozen=True)
 class PretrainRun(Run):
-    """What tells a run from the others in its record. arm: a name of `ARMS`."""
+    """The choices by which a run differs from the others in its record. arm: a name of `ARMS`."""
 
     model: str
     arm: str
