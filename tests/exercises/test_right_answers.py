@@ -13,6 +13,7 @@ from sage_course.gaps import Mistake, edited
 from exercises import exercise_names
 from exercises.answers import load_exercise
 from exercises.grading import grade, table
+from exercises.isolation import Limits, Sandbox
 
 RIGHT = tomllib.loads(Path(__file__).with_name("right.toml").read_text(encoding="utf-8"))
 SEEDS = [0, *map(str, range(int(os.environ.get("EXERCISES_SEEDS", "0"))))]
@@ -39,11 +40,18 @@ def with_edits(exercise, name):
     return edited(exercise.master, [Mistake(*first, more=tuple(map(tuple, more)))]).encode()
 
 
+@pytest.fixture(scope="module")
+def patient():
+    """A sandbox that gives an exercise as much more time as there are more seeds."""
+    with Sandbox(Limits(exercise_seconds=120.0 * len(SEEDS))) as sandbox:
+        yield sandbox
+
+
 @pytest.mark.parametrize(("number", "name"), EDITS + FORMS)
-def test_right_answer_earns_full_points(sandbox, number, name):
+def test_right_answer_earns_full_points(patient, number, name):
     exercise = exercise_of(number)
     make = in_form if (number, name) in FORMS else with_edits
-    result = grade(exercise, make(exercise, name), SEEDS, sandbox)
+    result = grade(exercise, make(exercise, name), SEEDS, patient)
     assert result.score == result.max_score, f"{table(result)}\n{result.error}"
 
 
