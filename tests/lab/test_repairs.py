@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from sage_lab import repairs
-from sage_lab.repairs import REMEDIES, RepairedSettings, hadamard, largest_tiles, with_remedy, with_repairs
+from sage_lab.repairs import REMEDIES, RepairedSettings, with_remedy, with_repairs
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_backward, attention_forward, causal_mask
@@ -18,12 +18,9 @@ WIDE = {"output_dtype": torch.float64}
 REPAIRS = {
     "none": {},
     "matching delta": {"matching_delta": True},
-    "rounded sum": {"rounded_sum": True},
     "V smoothed": {"smooth_v": True},
     "token scales": {"token_scales": True},
-    "key mean": {"key_mean": True},
-    "two terms": {"two_terms": 0.3},
-    "rotated": {"rotate": True},
+    "two terms": {"two_terms": True},
 }
 REPAIRS["all"] = WIDE | {name: value for repair in REPAIRS.values() for name, value in repair.items()}
 SMALL = {"block_q": 16, "block_kv": 8}
@@ -58,26 +55,18 @@ def test_without_quantisation_it_changes_nothing(inputs, name, is_causal, smooth
         assert_close(ours, theirs, atol=1e-10, rtol=0)
 
 
-def rotation(n, block):
-    """Return the matrix that turns all tokens: one of Hadamard's for every whole block."""
-    whole = [hadamard(block, torch.ones(1, dtype=torch.float64))] * (n // block)
-    return torch.block_diag(*whole, torch.eye(n % block, dtype=torch.float64))
-
-
 def by_hand(q, k, v, do, is_causal, granularity, output_dtype=None, **repairs):
     """Return O, dQ, dK, dV, delta, P, dP and dS with all seven matmuls in INT8, by the equations of the repairs."""
 
     def on(name):
         return repairs.get(name, 0)
 
-    def of_ds(ds, x, tile, mean=0.0):
+    def of_ds(ds, x, tile):
         """Multiply dS by K for dQ, or its transpose by Q for dK."""
-        h = rotation(len(x[0, 0]), tile[1]) if on("rotate") else torch.eye(len(x[0, 0]), dtype=x.dtype)
         shape = (1, tile[1]) if granularity == "row" else tile
-        first = fake_quantize(ds @ h, shape)
-        second = fake_quantize(ds @ h - first, shape) * largest_tiles(ds @ h, tile, on("two_terms"))
-        second = second if on("two_terms") else 0.0
-        return (first + second) @ h @ (h @ fake_quantize(h @ x, (tile[1], None)) + mean) / 4
+        first = fake_quantize(ds, shape)
+        second = fake_quantize(ds - first, shape) if on("two_terms") else 0.0
+        return (first + second) @ fake_quantize(x, (tile[1], None)) / 4
 
     k_mean, v_mean = k.mean(-2, keepdim=True), v.mean(-2, keepdim=True) * on("smooth_v")
     k, v = k - k_mean, v - v_mean
@@ -86,8 +75,7 @@ def by_hand(q, k, v, do, is_causal, granularity, output_dtype=None, **repairs):
         s = s.masked_fill(~causal_mask(*s.shape[-2:], s.device), -math.inf)
     p = (s - s.amax(-1, keepdim=True)).exp()
     p_hat = fake_quantize(p, (1, 8))
-    row_sum = (p_hat if on("rounded_sum") else p).sum(-1, keepdim=True)
-    o = p_hat @ fake_quantize(v, (8, None)) / row_sum
+    o = p_hat @ fake_quantize(v, (8, None)) / p.sum(-1, keepdim=True)
     p = p / p.sum(-1, keepdim=True)
     dv = fake_quantize(p, (16, 1) if granularity == "row" else (16, 8)).mT @ fake_quantize(do, (16, None))
     rows_of_do, rows_of_v = (1, 1) if on("token_scales") else (16, 8)
@@ -95,7 +83,7 @@ def by_hand(q, k, v, do, is_causal, granularity, output_dtype=None, **repairs):
     weighted = (p * dp).sum(-1, keepdim=True) / p.sum(-1, keepdim=True)
     delta = weighted if on("matching_delta") else (do * o).sum(-1, keepdim=True)
     ds = p * (dp - delta)
-    dq, dk = of_ds(ds, k, (16, 8), k_mean * on("key_mean")), of_ds(ds.mT, q, (8, 16))
+    dq, dk = of_ds(ds, k, (16, 8)), of_ds(ds.mT, q, (8, 16))
     shift = do @ v_mean.mT
     return o + v_mean, dq, dk, dv, delta + shift, p, dp + shift, ds
 
@@ -142,7 +130,7 @@ def test_a_nan_that_no_query_sees_stays_where_it_is(inputs):
     """Key 45 is beyond the last tile that the first 32 queries visit."""
     tensors = inputs(48, 48, 8)
     tensors[2][..., 45, :] = math.nan
-    for name in ("matching delta", "two terms", "rotated"):
+    for name in ("matching delta", "two terms"):
         _, backward = passes(tensors, is_causal=True, **REPAIRS[name])
         assert backward.grad_query[..., :32, :].isfinite().all()
         assert backward.grad_query[..., 47, :].isnan().all()
@@ -162,40 +150,3 @@ def test_a_wide_o_is_kept_for_delta_and_handed_out_rounded(inputs):
     assert outputs[True].dtype == torch.bfloat16
     assert torch.equal(outputs[False], outputs[True])
     assert of_delta[True] < 1e-5 < 1e-3 < of_delta[False]
-
-
-def test_the_tiles_with_the_largest_entries_get_the_second_term_and_a_nan_takes_none():
-    ds = torch.ones(2, 5, 6)
-    ds[0, 4, 5], ds[0, 0, 0] = -9, 4  # tiles (2, 2) and (0, 0) of 2 x 2, the former partial
-    ds[1, :, :4] = 0  # three tiles are left, of which one is a third
-    ds[1, 3, 4] = 2
-    chosen = largest_tiles(ds, (2, 2), 2 / 9)
-    expected = torch.zeros(2, 5, 6, dtype=torch.bool)
-    expected[0, 4:, 4:] = expected[0, :2, :2] = expected[1, 2:4, 4:] = True
-    assert torch.equal(chosen, expected)
-    assert torch.equal(largest_tiles(ds, (2, 2), 1), ds != 0)
-    assert not largest_tiles(torch.zeros(4, 4), (2, 2), 0.5).any()
-    ds = torch.arange(1.0, 65.0).reshape(8, 8)
-    assert largest_tiles(ds, (4, 4), 0.3).sum() == 2 * 16  # 1.2 of four tiles
-    ds[0, 0] = math.nan
-    chosen = largest_tiles(ds, (4, 4), 1 / 3)
-    assert chosen[4:, 4:].all()
-    assert chosen.sum() == 16
-
-
-def test_a_rotation_is_its_own_inverse_and_spreads_one_token_over_its_block():
-    h = hadamard(8, torch.ones(1, dtype=torch.float64))
-    assert_close(h @ h, torch.eye(8, dtype=torch.float64))
-    assert_close(h, h.mT)
-    x = torch.zeros(1, 20, 3, dtype=torch.float64)
-    x[0, 9], x[0, 18] = torch.tensor([1.0, -2.0, 4.0]), 5.0
-    turned = repairs.rotate_tokens(x, 8)
-    assert_close(turned[0, 8:16].abs(), x[0, 9].abs().expand(8, 3) / math.sqrt(8))
-    assert (turned[0, :8] == 0).all()
-    assert torch.equal(turned[0, 16:], x[0, 16:])  # a partial block
-
-
-def test_a_block_that_cannot_be_rotated_is_named():
-    with pytest.raises(ValueError, match="^block_q: expected a power of two"):
-        RepairedSettings(block_q=48, rotate=True)
-    assert RepairedSettings(block_q=48).block_q == 48  # any size of a block where nothing is rotated
