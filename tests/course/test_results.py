@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from sage_course.results import claims, first_page, full_batch
+from sage_course.results import claims, count, first_page, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import (
@@ -44,6 +44,14 @@ def test_the_first_page_has_a_line_and_a_sign_for_every_claim_it_names():
     signs = [first_page.signed(first_page.WORDS.get(word, word)).partition(" ")[0] for word in words]
     assert signs == ["✓", "(✓)", "✗", "?", "?", "?"]
     assert all(verdict.startswith(("✓ ", "(✓) ", "✗ ", "? ")) and number for _, verdict, number in lines)
+
+
+def test_the_rule_finds_the_fastest_level_and_the_slowest():
+    """The page on what a score costs says so in words."""
+    lines = [line.split(" | ") for line in count.orders().splitlines() if line.startswith("| D=")]
+    assert len(lines) == 4
+    for _, measured, priced, _ in lines:
+        assert (measured[0], measured[-1]) == (priced[0], priced[-1])
 
 
 def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():
