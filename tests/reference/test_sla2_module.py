@@ -81,7 +81,7 @@ def test_sla_is_the_sparse_branch_plus_the_projected_linear_branch_which_is_zero
 
 def test_the_options_are_those_of_the_papers_by_default():
     baseline = SLA(8, 2)
-    assert (baseline.sparsity, baseline.skipped, baseline.settings) == (0.9, 0, BlockSettings())
+    assert (baseline.sparsity, baseline.settings) == (0.9, BlockSettings())
     model = SLA2(8, 2)
     assert (model.sparsity, model.relaxation, model.backend, model.current_stage) == (0.97, Relaxation(), "auto", 2)
     assert model.settings == BlockSettings(quantize=True)
