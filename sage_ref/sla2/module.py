@@ -143,7 +143,9 @@ class SLA2(nn.Module):
     def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
         """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, averaged where shared.
 
-        Alpha is kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn.
+        Alpha is kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn. This is for one process: in a
+        model under DistributedDataParallel or FSDP2 call `sage_ref.integrations.diffusers.initialize_alpha(model, ...)`,
+        for which the model need not be one of diffusers.
 
         Raises:
             ValueError: query or key holds a NaN, an infinity or an entry above 1e15. Alpha stays as it was.
