@@ -144,8 +144,8 @@ class SLA2(nn.Module):
         """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, averaged where shared.
 
         Alpha is kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn. This is for one process: in a
-        model under DistributedDataParallel or FSDP2 call `sage_ref.integrations.diffusers.initialize_alpha(model, ...)`,
-        for which the model need not be one of diffusers.
+        model under DistributedDataParallel or FSDP2 call `sage_ref.integrations.diffusers.initialize_alpha`, which
+        takes any module.
 
         Raises:
             ValueError: query or key holds a NaN, an infinity or an entry above 1e15. Alpha stays as it was.
