@@ -67,6 +67,15 @@ def why_not_triton(find_kernels: Callable[..., tuple[ModuleType, str | None]], *
     return find_kernels(*call)[1]
 
 
+# On a GPU a call is as long as people train with: there the reference, which builds N x N scores, runs if asked for.
+WAYS_OUT = "take float16 or bfloat16, a head size from 32 to 128, or backend='reference', which needs memory for N x N"
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether "auto" stays away from the reference on this device."""
+    return device.type != "cpu"
+
+
 def chosen_kernels(
     backend: str, find_kernels: Callable[..., tuple[ModuleType, str | None]], *call: object, depth: int = 1
 ) -> ModuleType | None:
@@ -75,11 +84,11 @@ def chosen_kernels(
     Args:
         backend: "auto", "triton" or "reference", as the user asked.
         find_kernels: A family of this module.
-        call: What it is asked about.
+        call: What it is asked about, query first.
         depth: The number of calls between the user's code and this one; the warning of "auto" points there.
 
     Raises:
-        ValueError: The user asked for "triton", and the kernels can't compute this call.
+        ValueError: The kernels can't compute this call, and the user asked for "triton", or for "auto" on a GPU.
     """
     if backend == "reference":
         return None
@@ -88,6 +97,8 @@ def chosen_kernels(
         return find_kernels(*call)[0]
     if backend == "triton":
         raise ValueError(f"backend: expected 'triton' to be usable, but {obstacle}")
+    if is_accelerator(call[0].device):
+        raise ValueError(f"backend: expected a call for the kernels, but {obstacle}; {WAYS_OUT}")
     warn_once(f"backend='auto' uses the reference, because {obstacle}.", depth + 1)
     return None
 

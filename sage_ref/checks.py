@@ -1,6 +1,7 @@
 """Checks of the public functions' arguments. Errors read "name: expected ..., got ..."."""
 
 import math
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -66,6 +67,12 @@ class Fitting:
             if len(self.known) == self.MOST:
                 self.known.clear()
             self.known[kind] = known
+
+
+def plain(value: object) -> object:
+    """Return a NumPy scalar as the Python number that it is, and everything else as it is."""
+    numpy = None if torch.compiler.is_compiling() else sys.modules.get("numpy")  # compiled code has tensors for them
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def check_dense(name: str, x: Tensor) -> None:
@@ -136,7 +143,7 @@ def check_options(scale: float | None, backend: str, **switches: bool) -> None:
 
 def check_switches(**switches: bool) -> None:
     for name, switch in switches.items():
-        if not isinstance(switch, bool):
+        if not isinstance(plain(switch), bool):
             raise TypeError(f"{name}: expected a bool, got {type(switch).__name__}")
 
 
@@ -151,6 +158,7 @@ def check_scale(scale: float | None) -> None:
 
 
 def is_number(value: object) -> bool:
+    value = plain(value)
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -187,6 +195,7 @@ def savable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def check_count(name: str, value: int) -> None:
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
     if value < 1:
@@ -286,11 +295,15 @@ def check_device_of_module(weight: Tensor, **tensors: Tensor) -> None:
 
 
 def check_reverse_mode(**tensors: Tensor) -> None:
-    """Refuse forward mode: gradients that are written by hand exist in reverse mode alone."""
-    if torch.compiler.is_compiling():
-        return
+    """Refuse forward mode, and torch.func in compiled code: gradients written by hand exist in reverse mode alone.
+
+    In compiled code torch.func differentiates the forward pass as it is written, and rounding has no derivative.
+    """
     for name, x in tensors.items():
-        if unpack_dual(x).tangent is not None:
+        if torch.compiler.is_compiling():
+            if torch._C._are_functorch_transforms_active():
+                raise ValueError(f"{name}: expected torch.func and torch.vmap outside of torch.compile, got them inside")
+        elif unpack_dual(x).tangent is not None:
             raise ValueError(f"{name}: expected reverse mode (backward, torch.func.vjp), got forward mode (jvp)")
 
 

@@ -10,11 +10,10 @@ the whole matrix. An INT8 matmul can use a scale only if it is constant along th
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sage_ref.checks import check_block_shape, check_choice, check_dense, check_has_data, check_matrix
-from sage_ref.shapes import block_that_fits
+from sage_ref.shapes import block_that_fits, in_blocks
 
 INT8_MAX = 127
 ROUNDINGS = ("nearest", "stochastic", "ordered")
@@ -66,7 +65,9 @@ def quantize(
         TypeError, ValueError: An argument does not fit; the message names it.
     """
     integers, scale, block_shape = _round_to_grid(x, block_shape, rounding, generator)
-    return QuantizedTensor(integers.to(torch.int8), scale, block_shape)
+    shape = tuple(size if block is None else block for size, block in zip(x.shape[-2:], block_shape, strict=True))
+    rows, columns = ((size + block - 1) // block for size, block in zip(x.shape[-2:], shape, strict=True))
+    return QuantizedTensor(integers.to(torch.int8), scale[..., :rows, :columns], shape)
 
 
 def fake_quantize(
@@ -122,19 +123,19 @@ def quantized_matmul(a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 
 
 def _round_to_grid(x, block_shape, rounding, generator):
-    """Return round(X / s) as floats, s, and the block shape with None replaced."""
+    """Return round(X / s) as floats, s, and the block shape that fits."""
     check_matrix("x", x)
     check_block_shape(block_shape)
     check_choice("rounding", rounding, ROUNDINGS)
     sides = zip(x.shape[-2:], block_shape, strict=True)
-    rows, columns = (size if block is None else block_that_fits(block, size) for size, block in sides)
+    block_shape = tuple(None if block is None else block_that_fits(block, size) for size, block in sides)
     x = x.to(torch.promote_types(x.dtype, torch.float32))  # in float16, s of a small gradient underflows
-    largest = block_max(x, rows, columns)
+    largest = block_max(x, *block_shape)
     # By a tensor: dividing by a number, CUDA multiplies by its rounded inverse, and a tie at max|X| / 2 may flip.
     scale = largest / torch.full_like(largest, INT8_MAX)
     # A subnormal s has too few digits: X / s would leave the INT8 range.
     divisor = torch.where(scale < torch.finfo(scale.dtype).tiny, 1, scale)
-    ratio = x / spread(divisor, (rows, columns), *x.shape[-2:])
+    ratio = x / spread(divisor, block_shape, *x.shape[-2:])
     if rounding == "nearest":
         integers = ratio.round_()
     else:
@@ -144,7 +145,7 @@ def _round_to_grid(x, block_shape, rounding, generator):
             added = ordered_thresholds(*ratio.shape[-2:], ratio)
         integers = ratio.add_(added).floor_().clamp_(-INT8_MAX, INT8_MAX)
     # An infinity divides to NaN and a NaN has no integer: the block's scale carries both.
-    return torch.nan_to_num_(integers, nan=0.0), torch.where(scale.isfinite(), scale, torch.nan), (rows, columns)
+    return torch.nan_to_num_(integers, nan=0.0), torch.where(scale.isfinite(), scale, torch.nan), block_shape
 
 
 def ordered_thresholds(rows: int, columns: int, like: Tensor) -> Tensor:
@@ -159,21 +160,29 @@ def ordered_thresholds(rows: int, columns: int, like: Tensor) -> Tensor:
 
 
 def block_max(x, rows, columns):
-    """Return max|X| of each block, [..., ceil(R/rows), ceil(C/columns)]; the last blocks may be partial."""
-    high, wide = (x.shape[-2] + rows - 1) // rows, (x.shape[-1] + columns - 1) // columns  # in blocks
-    pad_rows, pad_columns = high * rows - x.shape[-2], wide * columns - x.shape[-1]
-    if torch.compiler.is_exporting() or pad_rows or pad_columns:  # a branch on the size would be one in the export
-        x = F.pad(x, (0, pad_columns, 0, pad_rows))
-    blocks = x.reshape(*x.shape[:-2], high, rows, wide, columns)
-    return blocks.abs().amax((-3, -1))
+    """Return max|X| of each block, [..., ceil(R/rows), ceil(C/columns)]; None is the whole axis.
+
+    The last blocks may be partial, and compiled code has one block of zeros more (see `in_blocks`).
+    """
+    x = x.abs()
+    for axis, block in ((-1, columns), (-2, rows)):
+        if block is None:
+            x = x.amax(axis, keepdim=True)
+        elif block > 1:
+            x = in_blocks(x, axis, block).amax(-1)
+    return x
 
 
 def spread(scale, block_shape, rows, columns):
-    """Repeat scale [..., blocks, blocks] over its blocks and cut it to [..., rows, columns]; size 1 broadcasts."""
+    """Repeat scale [..., blocks, blocks] over its blocks and cut it to [..., rows, columns].
+
+    Size 1 broadcasts, and None is the whole axis.
+    """
     for axis, block, size in ((-2, block_shape[0], rows), (-1, block_shape[1], columns)):
-        if block != 1 and scale.shape[axis] != 1:
-            if torch.compiler.is_exporting():  # cutting would be a branch on the size
-                scale = scale.index_select(axis, torch.arange(size, device=scale.device) // block)
-            else:
-                scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
+        if block in (None, 1):
+            continue
+        if torch.compiler.is_compiling():  # cutting, or asking whether there is one block, would fix the size
+            scale = scale.index_select(axis, torch.arange(size, device=scale.device) // block)
+        elif scale.shape[axis] != 1:
+            scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
     return scale

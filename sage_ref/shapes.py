@@ -1,9 +1,12 @@
 """Tiles, heads and dtypes, as the references of SageBwd and SLA2 share them."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_ref.checks import DTYPES
+
+LONGEST_PADDED = 128  # block, in compiled code
 
 
 def working_dtype(x: Tensor) -> torch.dtype:
@@ -26,8 +29,27 @@ def tiles(length: int, block: int) -> list[slice]:
 
 
 def block_that_fits(block: int, length: int) -> int:
-    """Return block, or length where that is shorter, by a branch: torch.compile would keep a min as an unknown."""
+    """Return block, or length where that is shorter.
+
+    A compiled or exported program takes any length: there a usual block stays, and the end of a shorter sequence is
+    padding, since a branch would fix the length and torch.compile would keep a min as an unknown.
+    """
+    if torch.compiler.is_compiling() and block <= LONGEST_PADDED:
+        return block
     return block if block < length else length
+
+
+def in_blocks(x: Tensor, axis: int, block: int) -> Tensor:
+    """Cut axis -1 or -2 of x into blocks, whose entries are a new axis at the end; zeros fill the last block.
+
+    Compiled code gets one block of zeros more: PyTorch asks whether an axis has one entry, and the answer would fix the
+    length. It doesn't ask `unfold` either whether the blocks fit.
+    """
+    size, is_compiling = x.shape[axis], torch.compiler.is_compiling()
+    padding = ((size + block - 1) // block + is_compiling) * block - size
+    if is_compiling or padding:
+        x = F.pad(x, (0, padding) if axis == -1 else (0, 0, 0, padding))
+    return x.unfold(axis, block, block)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sage_ref.checks import check_count, check_device_of_module, check_floating
+from sage_ref.shapes import block_that_fits, in_blocks
 
 
 def smooth_key(key: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,8 +51,10 @@ def smooth_query(query: Tensor, block_q: int) -> tuple[Tensor, Tensor]:
 
     query [..., Nq, D] -> ([..., Nq, D], [..., Nq, D]): the mean stands in every row of its block.
     """
-    blocks = query.split(block_q, dim=-2)
-    mean = torch.cat([block.mean(-2, keepdim=True).expand_as(block) for block in blocks], dim=-2)
+    tokens = query.shape[-2]
+    block = block_that_fits(block_q, tokens)
+    sums, sizes = (in_blocks(x, -2, block).sum(-1) for x in (query, torch.ones_like(query)))
+    mean = (sums / sizes).index_select(-2, torch.arange(tokens, device=query.device) // block)
     return query - mean, mean
 
 

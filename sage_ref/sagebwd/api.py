@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sage_ref.attention import softmax_scale
 from sage_ref.backend import chosen_kernels, sagebwd_kernels
-from sage_ref.checks import Fitting, checked_attention, kind_of
+from sage_ref.checks import Fitting, checked_attention, kind_of, plain, shown
 from sage_ref.prologue import Prologue, RoundedGradient, checked_prologue
 from sage_ref.sagebwd.settings import Options, SageBwdSettings
 from sage_ref.sagebwd.whole import SageBwdFunction
@@ -20,8 +20,10 @@ def sagebwd_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    *,
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
     smooth_k: bool = True,
@@ -35,7 +37,7 @@ def sagebwd_attention(
 
     O = softmax(c Q K^T) V with Q, K, P, V quantised in the forward pass (Algorithm 1) and P, dO, dS, Q, K in the
     backward pass (Algorithm 2); dP = dO V^T stays in 16 bit. It is called like
-    `torch.nn.functional.scaled_dot_product_attention`, and under autocast it casts query, key and value as SDPA does:
+    `torch.nn.functional.scaled_dot_product_attention`, without a mask and dropout, and under autocast it casts query, key and value as SDPA does:
     all but float64, to the autocast dtype.
 
     Both backends quantise alike: in blocks of 128 tokens, and P and dS in tiles of 128 x 128. The paper gives no tile
@@ -58,12 +60,13 @@ def sagebwd_attention(
     autograd's thread for it costs about 0.2 ms a call.
 
     Derivatives: O is differentiable once in query, key, value and a prologue's gains. torch.compile takes it whole.
-    torch.func.grad, vjp, jacrev and torch.vmap work on the reference, which "auto" takes there.
+    torch.func.grad, vjp, jacrev and torch.vmap work on the reference, outside of torch.compile.
 
     Args:
         query: [B, H, Nq, D], float16, bfloat16, float32 or float64. Tensors are dense: not sparse, nested or on the
             meta device. A subclass of Tensor gives the same subclass.
         key, value: [B, Hkv, Nk, D] in the dtype of query.
+        attn_mask, dropout_p: None and 0, as SDPA's callers write them.
         is_causal: Query i sees keys 0..i, also when Nq != Nk.
         scale: c; None means 1/sqrt(D).
         enable_gqa: Allow Hkv < H. H must be a multiple of Hkv, and groups of H/Hkv heads share keys and values.
@@ -75,8 +78,8 @@ def sagebwd_attention(
         prologue: QK-norm and rotary positions, applied to query and key first (see `Prologue`); D is then even. The
             kernels do it in float32 while they read query and key, so z, the tensor that is quantised, is never
             rounded to the dtype of query; its gradient is, before it goes back through rotation and norm.
-        backend: "reference" (PyTorch, any device), "triton", or "auto": triton where it can run, else the reference,
-            with one warning that says why.
+        backend: "reference" (PyTorch, any device), "triton", or "auto": triton where it can run, else on a CPU the
+            reference, with one warning that says why, and on a GPU a ValueError.
 
     Returns:
         O, [B, H, Nq, D] in the dtype of query.
@@ -86,15 +89,23 @@ def sagebwd_attention(
             what was expected and what it got.
         RuntimeError: A second derivative is taken.
     """
+    if attn_mask is not None:
+        got = f"got {type(attn_mask).__name__}"
+        raise ValueError(f"attn_mask: expected None (`with sage_ref.sdpa():` takes padding, packed documents), {got}")
+    if dropout_p:
+        raise ValueError(f"dropout_p: expected 0, since SageBwd drops no probabilities, got {shown(dropout_p)}")
     options = Options(smooth_k, smooth_q, granularity, unbiased, backend)
     kind = None if prologue else kind_of((query, key, value), (*options, is_causal, scale, enable_gqa))
     kernels = FITTING.get(kind)
     if kernels is None:
         query, key, value = checked_attention(query, key, value, enable_gqa)
         options.check(scale, is_causal=is_causal, enable_gqa=enable_gqa)
+        options, is_causal, scale = Options(*map(plain, options)), plain(is_causal), plain(scale)
         if prologue is not None:
             prologue = checked_prologue(prologue, query, key)
-        kernels = chosen_kernels(backend, sagebwd_kernels, query, smooth_q)
+        if torch.compiler.is_compiling():  # one tensor in two places is one input there, and would get one gradient
+            key, value = key.view_as(key), value.view_as(value)
+        kernels = chosen_kernels(backend, sagebwd_kernels, query, options.smooth_q)
         if kernels is None:
             return reference_attention(query, key, value, options.settings(is_causal, scale), prologue)
         FITTING.add(kind, kernels)
@@ -104,9 +115,9 @@ def sagebwd_attention(
         value,
         is_causal=is_causal,
         scale=softmax_scale(scale, query.shape[3]),
-        smooth_k=smooth_k,
+        smooth_k=options.smooth_k,
         granularity=granularity,
-        unbiased=unbiased,
+        unbiased=options.unbiased,
         prologue=prologue,
     )
 

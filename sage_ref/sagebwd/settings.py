@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_ref.checks import DTYPES, check_choice, check_count, check_options, check_scale, check_switches, shown
+from sage_ref.checks import DTYPES, check_choice, check_count, check_options, check_scale, check_switches, plain, shown
 from sage_ref.quantization import ROUNDINGS, BlockShape, fake_quantize
 
 MATMULS = ("S", "O", "S_backward", "dV", "dP", "dQ", "dK")
@@ -86,6 +86,8 @@ class SageBwdSettings:
             check_choice("exact_matmuls", matmul, MATMULS)
         check_count("block_q", self.block_q)
         check_count("block_kv", self.block_kv)
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, plain(value))
         if self.output_dtype not in (None, *DTYPES):
             raise TypeError(f"output_dtype: expected one of {DTYPES} or None, got {shown(self.output_dtype)}")
 
