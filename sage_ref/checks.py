@@ -302,7 +302,9 @@ def check_reverse_mode(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if torch.compiler.is_compiling():
             if torch._C._are_functorch_transforms_active():
-                raise ValueError(f"{name}: expected torch.func and torch.vmap outside of torch.compile, got them inside")
+                raise ValueError(
+                    f"{name}: expected torch.func and torch.vmap outside of torch.compile, got them inside"
+                )
         elif unpack_dual(x).tangent is not None:
             raise ValueError(f"{name}: expected reverse mode (backward, torch.func.vjp), got forward mode (jvp)")
 

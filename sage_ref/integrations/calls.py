@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sage_ref.attention import softmax_scale
-from sage_ref.backend import sagebwd_kernels, warn_once, why_not_triton
+from sage_ref.backend import WAYS_OUT, is_accelerator, sagebwd_kernels, warn_once, why_not_triton
 from sage_ref.checks import cast_for_autocast, check_choice, check_scale, checked_attention
 from sage_ref.integrations.parts import Parts, by_parts, can_be_read, parts_of
 from sage_ref.sagebwd.api import sagebwd_attention
@@ -17,7 +17,7 @@ from sage_ref.sagebwd.settings import Options
 OTHERWISE = ("error", "exact")
 # PyTorch's own function, whatever F.scaled_dot_product_attention has been replaced by.
 SDPA = torch._C._nn.scaled_dot_product_attention
-UNREADABLE = "mask: expected None under torch.compile and torch.func, where no mask can be read"
+UNREADABLE = "mask: expected None under torch.compile and torch.func or in a CUDA graph, where no mask can be read"
 
 
 class Call(NamedTuple):
@@ -62,8 +62,11 @@ class Policy(NamedTuple):
         return self
 
 
-def obstacle(call: Call) -> str | None:
-    """Say why SageBwd can't compute this call, in the words of an error, or return None if it can."""
+def obstacle(call: Call, options: Options) -> str | None:
+    """Say why SageBwd can't compute this call, in the words of an error, or return None if it can.
+
+    On a GPU the kernels can, or nobody: the reference, which builds N x N scores, runs there if it is asked for.
+    """
     if call.dropout_p:
         return f"dropout: expected 0, since SageBwd drops no probabilities, got {call.dropout_p}"
     try:
@@ -71,11 +74,17 @@ def obstacle(call: Call) -> str | None:
         check_scale(call.scale)
     except (TypeError, ValueError) as error:
         return str(error)
+    if options.backend == "auto" and is_accelerator(call.query.device):
+        query, *_ = cast_for_autocast(call.query)
+        if reason := why_not_triton(sagebwd_kernels, query, options.smooth_q):
+            return f"backend: expected a call for the kernels, but {reason}; {WAYS_OUT}"
     return None if call.attn_mask is None else obstacle_of_mask(call)
 
 
 def obstacle_of_mask(call: Call) -> str | None:
     """Return the `obstacle` of a call with a mask."""
+    if not isinstance(call.attn_mask, Tensor):
+        return f"mask: expected a torch.Tensor or None, got {type(call.attn_mask).__name__}"
     got = f"got one of {call.attn_mask.dtype}"
     if not can_be_read(call.attn_mask):
         return f"{UNREADABLE}, {got}"

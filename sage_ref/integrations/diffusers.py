@@ -82,7 +82,7 @@ def register(
         call = Call(*(x.transpose(1, 2) for x in (query, key, value)), **rest, enable_gqa=enable_gqa)
         if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):  # diffusers: [B, Nk]
             call = call._replace(attn_mask=attn_mask[:, None, None])
-        reason = obstacle(call)
+        reason = obstacle(call, policy.options)
         if return_lse:
             reason = "return_lse: expected False, since L isn't a result, got True"
         elif _parallel_config is not None:

@@ -6,6 +6,7 @@ Parts of the same lengths are computed together, in one call of attention. Where
 several lengths: as rows of tokens with padding at their ends, which the kernels pass over.
 """
 
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -14,13 +15,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.nn.attention.bias import CausalBias, CausalVariant
 
 HIDDEN = torch.finfo(torch.float16).min  # a mask that is added hides a key by this number or a lower one
 LAUNCHED_HEADS = 65535  # that one launch of a kernel takes, in all sequences of a batch
 # Documents of up to so many tokens share a call if that saves several. A longer one keeps a GPU busy alone.
 LONGEST, SHORTEST_ROW, FEWEST_LENGTHS = 2048, 32, 4
 KEPT = 8  # answers for the layers of a model, which share them
+KNOWN = "_sage_ref_parts"  # an attribute of a mask: what was read of it
 Range = tuple[int, int]  # start and stop
 
 
@@ -36,19 +38,34 @@ class Part(NamedTuple):
 
 
 Parts = tuple[tuple[Part, ...], ...]  # of every sequence of a batch; other queries see no key
-
-# tensor -> (its version and place, what it was asked for), the answer
-_found: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# What was worked out last: sizes, the numbers read of a mask, its parts.
+_answers: deque[tuple[tuple[int, ...], Tensor, Parts | None]] = deque(maxlen=KEPT)
 
 
 def can_be_read(x: Tensor) -> bool:
     """Return whether Python may read a tensor's numbers: not under torch.compile, torch.func or torch.vmap.
 
-    A meta tensor and a FakeTensor have no numbers to read.
+    A meta tensor and a FakeTensor have no numbers to read, and while a CUDA graph is captured nothing may be read.
+    A `CausalBias` has none, and needs none.
     """
-    if torch.compiler.is_compiling() or x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor):
+    if torch.compiler.is_compiling():
         return False
-    return not torch._C._are_functorch_transforms_active()
+    if isinstance(x, CausalBias):
+        return True
+    if x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor):
+        return False
+    return not (torch._C._are_functorch_transforms_active() or is_captured(x))
+
+
+def is_captured(x: Tensor) -> bool:
+    """Return whether work on a tensor is recorded in a CUDA graph now."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Return whether a tensor's memory holds what it means: a class that overrides functions says that by itself."""
+    own = getattr(type(x).__torch_function__, "__func__", None)
+    return isinstance(x, torch.nn.Parameter) or own is Tensor.__torch_function__.__func__
 
 
 def parts_of(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
@@ -67,54 +84,70 @@ def parts_of(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
             heads.
         sizes: B, H, Nq, Nk, to which it broadcasts.
     """
-    return read_once(mask, sizes, _read)
+    batch, _, n_q, n_k = sizes
+    if isinstance(mask, CausalBias):
+        return _parts_of_bias(mask, batch, n_q, n_k)
+    fits = mask.dim() <= 4 and all(x in (1, full) for x, full in zip(mask.shape[::-1], sizes[::-1], strict=False))
+    is_mask = mask.dtype == torch.bool or mask.is_floating_point()
+    if not (fits and is_mask and has_numbers(mask)) or mask.requires_grad:
+        return None
+    known = getattr(mask, KNOWN, None)
+    if known is None:
+        return _read(mask, sizes)
+    question = mask._version, sizes
+    if question not in known:
+        known[question] = _read(mask, sizes)
+    return known[question]
 
 
-def read_once(x: Tensor, question: object, read: Callable[[Tensor, object], object]) -> object:
-    """Return read(x, question), from memory where reading x waits for a GPU and x has not changed since.
+def share_parts(mask: Tensor | None) -> None:
+    """Let the layers of a model read a mask once, which was made for them: nobody else has it to write into.
 
-    The layers of a model share their mask. A change that PyTorch doesn't count goes unnoticed.
+    Any other mask is read in each call. A kernel, a collective and `.data` write into a tensor unnoticed.
     """
-    if x.is_inference() or not _waits(x):  # changes of an inference tensor are not counted
-        return read(x, question)
-    key = x._version, x.data_ptr(), question
-    known = _found.get(x)
-    if known is None or known[0] != key:
-        known = _found[x] = key, read(x, question)
-    return known[1]
+    if mask is not None and can_be_read(mask) and not mask.is_inference():
+        setattr(mask, KNOWN, {})
 
 
-def _waits(x: Tensor) -> bool:
-    """Return whether reading a tensor waits for its device."""
-    return x.device.type != "cpu"
+def _parts_of_bias(bias: CausalBias, batch: int, n_q: int, n_k: int) -> Parts | None:
+    """Return the parts of PyTorch's own causal biases, which have no numbers."""
+    if (bias.seq_len_q, bias.seq_len_kv) != (n_q, n_k):
+        return None
+    if bias.variant == CausalVariant.LOWER_RIGHT:
+        rows = (Part((max(n_q - n_k, 0), n_q), (0, n_k), True),)
+    else:
+        both = min(n_q, n_k)
+        rows = (Part((0, both), (0, both), True), Part((both, n_q), (0, n_k), False))[: 1 + (n_q > n_k)]
+    return (rows,) * batch
 
 
 @torch.no_grad()
 def _read(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
     batch, _, n_q, n_k = sizes
-    fits = mask.dim() <= 4 and all(x in (1, full) for x, full in zip(mask.shape[::-1], sizes[::-1], strict=False))
-    if not fits or mask.requires_grad or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        return None
     mask = mask[(None,) * (4 - mask.dim())]
     for dim in (1, 2):  # read once what heads or queries share
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, 1)
     sees = mask if mask.dtype == torch.bool else mask == 0
-    plain = (sees[:, :1] == sees).all()
+    plain = torch.ones((), dtype=torch.bool, device=mask.device)
+    if mask.shape[1] > 1:
+        plain = (sees[:, :1] == sees).all()
     if mask.dtype != torch.bool:
         plain = plain & (sees | (mask <= HIDDEN)).all()
-    sees = sees[:, 0].expand(-1, -1, n_k)
+    sees = sees[:, 0].expand(-1, -1, n_k).view(torch.uint8)
     count = sees.sum(2)
-    start = torch.where(count > 0, sees.view(torch.uint8).argmax(2), -1)  # a query without keys has those from -1 to -1
-    stop = start + count
-    place = torch.arange(n_k, device=mask.device)
-    plain = plain & (sees == ((place >= start[..., None]) & (place < stop[..., None]))).all()
-    plain, *ranges = torch.cat([plain[None], start.flatten(), stop.flatten()]).cpu().split([1, *2 * [start.numel()]])
-    if not plain:
-        return None
-    rows = zip(*(x.view_as(start).expand(-1, n_q) for x in ranges), strict=True)
-    parts = [_parts_of_one(*row, n_k) for row in rows]
-    return None if None in parts else tuple(parts) * (batch // len(parts))
+    first, last = sees.argmax(2), n_k - 1 - sees.flip(2).argmax(2)
+    start = torch.where(count > 0, first, -1)  # a query without keys has those from -1 to -1
+    plain = plain & ((count == 0) | (last - first + 1 == count)).all()
+    found = torch.cat([plain[None], start.flatten(), (start + count).flatten()]).cpu()
+    for question, numbers, parts in tuple(_answers):
+        if question == sizes and torch.equal(numbers, found):
+            return parts
+    rows = zip(*(x.view_as(start).expand(-1, n_q) for x in found[1:].split(start.numel())), strict=True)
+    parts = [_parts_of_one(*row, n_k) if found[0] else None for row in rows]
+    answer = None if None in parts else tuple(parts) * (batch // len(parts))
+    _answers.append((sizes, found, answer))
+    return answer
 
 
 def _parts_of_one(start: Tensor, stop: Tensor, n_k: int) -> tuple[Part, ...] | None:

@@ -2,24 +2,57 @@
 
 import inspect
 import sys
+from contextvars import ContextVar
 from types import FunctionType
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from sage_ref.backend import pays_from, warn_once
 from sage_ref.checks import Fitting, check_least, kind_of
 from sage_ref.integrations.calls import SDPA, Call, Policy, by_sagebwd, obstacle, refuse
+from sage_ref.integrations.parts import is_captured
 from sage_ref.sagebwd.settings import Options
 
 SEEN = (SDPA, torch.ops.aten.scaled_dot_product_attention.default)  # PyTorch's own, and that of an exported module
 FITTING = Fitting()  # kinds of calls that SageBwd can compute
 
 
+# The modes that this thread's code has entered, or this asyncio task's and those of the tasks around it.
+_entered: ContextVar[tuple["SdpaMode", ...]] = ContextVar("sage_ref.sdpa", default=())
+
+
 class SdpaMode(TorchFunctionMode):
-    """A context inside which this thread's calls of SDPA go to `attend`, the innermost context's first."""
+    """A context inside which calls of SDPA go to `attend`, the innermost context's first.
+
+    PyTorch keeps modes for a thread, in which several asyncio tasks take turns: a mode lets calls of a task that is not
+    inside it pass, and is left wherever it stands among the modes of the thread. Code is compiled for the modes of the
+    thread.
+    """
+
+    def __enter__(self):
+        if not torch.compiler.is_compiling():
+            _entered.set((*_entered.get(), self))
+        return super().__enter__()
+
+    def __exit__(self, kind, error, traceback):
+        if torch.compiler.is_compiling():
+            super().__exit__(kind, error, traceback)
+            return
+        entered, above = list(_entered.get()), []
+        if self in entered:
+            del entered[len(entered) - 1 - entered[::-1].index(self)]
+            _entered.set(tuple(entered))
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def holds(self) -> bool:
+        """Return whether the code that runs now is inside this context."""
+        return torch.compiler.is_compiling() or self in _entered.get()
 
     def attend(self, call: Call) -> Tensor:
         """Compute O of a call. A call of SDPA in here goes to the mode around this one, or to PyTorch."""
@@ -30,6 +63,8 @@ class SdpaMode(TorchFunctionMode):
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
+        if not self.holds():
+            return function(*arguments, **options)
         if function in SEEN:
             return self.attend(Call(*arguments, **options))
         if function is F.multi_head_attention_forward:
@@ -60,14 +95,16 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     Masks: a mask is taken if it is padding, before or after the tokens of each sequence, with causality or without, or
     if it leaves parts of each sequence: packed documents, a prefix, the last queries of a causal sequence. Each part is
     then computed on its own tokens, together with others of the same length. A query that sees no key gets zeros; so
-    does one in the padding of a causal mask. On a GPU each new mask is waited for and read, and read
-    again when PyTorch has changed it; a change by a foreign kernel goes unnoticed. torch.compile, torch.func and
-    torch.vmap can't read a mask: there SageBwd can't compute a call with one.
+    does one in the padding of a causal mask. On a GPU each call with a mask waits and reads it, but for
+    torch.nn.attention.bias, whose two causal biases need no reading. torch.compile, torch.func, torch.vmap and the
+    capture of a CUDA graph can't read a mask: there SageBwd can't compute a call with one.
 
     Strides of the output are those that SDPA's fused kernels give it: they follow the strides of query.
 
-    Nesting: the innermost context takes what it can, and passes the rest to the next one. Threads: a context holds in
-    the thread that entered it; a different thread enters its own.
+    Nesting: the innermost context takes what it can, and passes the rest to the next one. Threads and asyncio: a
+    context holds in the thread or task that entered it and in tasks started inside; another thread enters its own.
+    Compiled code takes the contexts of its thread, whichever task entered them. A DataLoader's worker that is forked
+    inside a context is inside it, a spawned one is not. A backward pass runs outside of all contexts.
 
     It sees PyTorch's own function, wherever it is called from: also inside a function that somebody has put in place of
     F.scaled_dot_product_attention, and in an exported module. It doesn't see TorchScript, an exported module that was
@@ -79,25 +116,30 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     (torch.backends.mha.set_fastpath_enabled) is invisible to compiled code. Activation checkpointing computes the
     forward pass again during the backward pass, outside of this context: give `torch.utils.checkpoint`
     context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its check of the saved tensors fails. With
-    use_reentrant=True it checks nothing: enter this context inside the function that is checkpointed.
+    use_reentrant=True it checks nothing: enter this context inside the function that is checkpointed. In a
+    compiled checkpoint PyTorch hides SDPA from every context, and attention stays exact without a word: call
+    sagebwd_attention itself there.
 
     Cost: inside, PyTorch asks this context about each of its functions, 14 us of the CPU's time each. So put it around
     the model's call alone, not around the optimiser, and where small models wait for the CPU, call `sagebwd_attention`
     yourself: a training step of eight layers on 512 tokens took 19.2 ms so, and 21.6 ms with this context.
 
     Args:
-        smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`.
+        smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`. On a GPU "auto" computes
+            what the kernels can, and never by the reference.
         minimum_tokens: A call with fewer queries, or fewer keys, is computed exactly, by PyTorch. None: on a GPU, the
             length from which on INT8, which saves memory, was measured to take at most 5% more time than PyTorch's
             attention on such a card, and one warning says so; on a CPU, with backend="reference" and on cards that
             were not measured, 0. 0: every call is computed in INT8.
         otherwise: What happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, a value with a
-            different head size than the query's, ...). "exact": PyTorch computes it, with one warning for each reason.
-            "error": a ValueError.
+            different head size than the query's, on a GPU float32 or a head size above 128, ...). "exact": PyTorch
+            computes it, with one warning for each reason. "error": a ValueError.
 
     Raises:
         TypeError, ValueError: An argument does not fit; the message names it.
     """
+
+    captured = False  # whether a CUDA graph has recorded calls, which later run without being seen
 
     def __init__(
         self,
@@ -124,16 +166,18 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         around = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, sdpa)]
         for mode in around:
             mode.seen |= self.seen
-        if not self.seen and not around and kind is None and not _has_compiled():
+        if not self.seen and not around and kind is None and not (_has_compiled() or sdpa.captured):
             replaced = "" if F.scaled_dot_product_attention is SDPA else " It was replaced by a different function."
             unseen = "TorchScript, decomposed exported modules and other attentions are not seen"
             warn_once(f"sdpa: expected calls of F.scaled_dot_product_attention, got none: {unseen}.{replaced}", 1)
 
     def attend(self, call: Call) -> Tensor:
-        self.seen = self.seen or not torch.compiler.is_compiling()
+        if not torch.compiler.is_compiling():
+            self.seen = True
+            sdpa.captured |= is_captured(call.query)
         kind = None if call.attn_mask is not None else kind_of(call[:3], (*call[4:], *self.policy.options))
         if FITTING.get(kind) is None:
-            reason = obstacle(call)
+            reason = obstacle(call, self.policy.options)
             if reason is not None:
                 refuse(reason, self.policy.otherwise, depth=3)
                 return call.exactly()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sage_ref.checks import shown
 from sage_ref.integrations.calls import UNREADABLE, Call, Policy, by_sagebwd, not_installed, obstacle, refuse
-from sage_ref.integrations.parts import Part, Parts, can_be_read, parts_between, read_once, visible
+from sage_ref.integrations.parts import Part, Parts, can_be_read, parts_between, share_parts, visible
 from sage_ref.sagebwd.settings import Options
 
 # Arguments of models that change no result of attention. A sliding window is in the mask, too.
@@ -41,12 +41,12 @@ def register(
     """Make `name` an attention of transformers, for models that take attentions by name; again, to change options.
 
     Causal or not, grouped queries and `scaling` are as the model has them. Padding may be on either side, and several
-    documents may be packed into one sequence, with positions that restart or with cu_seq_lens_q and cu_seq_lens_k. Each
-    sequence or document is computed on its own tokens, together with others of the same length. In a causal layer with
-    fewer queries than keys (a chunk of a prompt, assisted decoding, logits_to_keep) the last query sees all keys; that
-    costs as much as if all tokens were new. generate() works with a dynamic or a static cache, whose empty places are
-    padding, too. On a GPU a batch's mask and positions are read once for all layers, and again when PyTorch has changed
-    them; a change by a foreign kernel goes unnoticed.
+    documents may be packed into one sequence, with positions that start again or with cu_seq_lens_q and
+    cu_seq_lens_k. Each sequence or document is computed on its own tokens, together with others of the same length. In
+    a causal layer with fewer queries than keys (a chunk of a prompt, assisted decoding, logits_to_keep) the last query
+    sees all keys; that costs as much as if all tokens were new. generate() works with a dynamic or a static cache, whose empty places are
+    padding, too. On a GPU the mask that transformers makes of a batch is read once for all layers; positions, lengths
+    and a mask of your own are read in each layer, which waits for the GPU.
 
     torch.compile can't read a mask or positions, and transformers makes a mask there of every attention_mask, and for a
     decoder without a cache: compile without an attention_mask and with use_cache=True (Trainer:
@@ -60,7 +60,8 @@ def register(
 
     Args:
         name: A string that is not empty.
-        smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`.
+        smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`. On a GPU "auto" computes
+            what the kernels can.
         otherwise: What happens to a call that SageBwd can't compute. "error": a ValueError that says why. "exact":
             transformers' "sdpa" computes that call, with one warning for each reason. An argument that "sdpa" would
             ignore (soft caps, sinks, selected keys, ...) is always an error.
@@ -84,8 +85,12 @@ def register(
         """Make the mask of "sdpa", also where none would mean the first keys; that of "eager" for its models."""
         sizes = {"q_length": q_length, "kv_length": kv_length}
         if not _may_lack_masks(type(config).__module__.replace(".configuration_", ".modeling_"), type(config)):
-            return eager_mask(**sizes, **options)
-        return sdpa_mask(**sizes, allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length), **options)
+            made = eager_mask(**sizes, **options)
+        else:
+            skip = allow_is_causal_skip and q_length in (1, kv_length)
+            made = sdpa_mask(**sizes, allow_is_causal_skip=skip, **options)
+        share_parts(made)
+        return made
 
     AttentionMaskInterface.register(name, mask)
 
@@ -113,11 +118,11 @@ def attention(
     causal = causal and query.shape[2] > 1  # a single query, in generate(), is the last of its sequence
     causal = causal and _may_lack_masks(type(module).__module__, type(getattr(module, "config", None)))
     call = Call(query, key, value, attention_mask, dropout, causal and attention_mask is None, scaling, True)
-    parts = packed(call, causal, given)
+    parts = packed(call, causal, given, policy.options)
     known = {*HARMLESS, *LENGTHS, *(["seq_idx"] if parts or attention_mask is not None else [])}
     if unknown := unsupported(given, known | {*BY_SDPA}):
         raise ValueError(unknown)
-    reason = obstacle(call) or unsupported(given, known)
+    reason = obstacle(call, policy.options) or unsupported(given, known)
     if reason is None:
         return by_sagebwd(call, policy.options, parts).transpose(1, 2).contiguous(), None
     if reason.startswith(UNREADABLE):
@@ -149,7 +154,7 @@ def _may_lack_masks(modeling: str, config: type) -> bool:
 _may_lack_masks._dynamo_marked_constant = True  # see `sage_ref.backend.warn_once`
 
 
-def packed(call: Call, is_causal: bool, given: dict) -> Parts | None:
+def packed(call: Call, is_causal: bool, given: dict, options: Options) -> Parts | None:
     """Return the parts that a call has beside its mask: packed documents, and queries that are the last of its keys.
 
     Raises:
@@ -159,7 +164,7 @@ def packed(call: Call, is_causal: bool, given: dict) -> Parts | None:
     if any(name in given for name in LENGTHS):
         edges = [edges_of(name, given.get(name), n) for name, n in zip(LENGTHS, (n_q, n_k), strict=True)]
         parts = (parts_between(*edges, is_causal),)
-        of_mask = call.attn_mask is not None and obstacle(call) is None and call.parts()
+        of_mask = call.attn_mask is not None and obstacle(call, options) is None and call.parts()
         if len(call.query) > 1 or (of_mask and not torch.equal(visible(of_mask, n_q, n_k), visible(parts, n_q, n_k))):
             raise ValueError(f"{LENGTHS[0]}: expected it for a batch of one, and the documents of a mask, got others")
         return parts
@@ -170,7 +175,7 @@ def packed(call: Call, is_causal: bool, given: dict) -> Parts | None:
     places = given.get("position_ids")
     if n_q > n_k or places is None or places.dim() != 2 or places.shape[1] != n_q or not can_be_read(places):
         return None
-    edges = read_once(places, None, documents)
+    edges = documents(places)
     if len(edges) not in (1, len(call.query)) or all(len(one) == 2 for one in edges):
         return None
     return tuple(parts_between(one, one, True) for one in edges) * (len(call.query) // len(edges))
@@ -180,15 +185,25 @@ def edges_of(name: str, edges: Tensor | None, tokens: int) -> tuple[int, ...]:
     """Return where packed documents begin, and the number of tokens."""
     if not isinstance(edges, Tensor) or not can_be_read(edges):
         raise ValueError(f"{name}: expected a tensor that can be read, got {type(edges).__name__}")
-    found = read_once(edges, None, lambda edges, _: tuple(edges.tolist()))
+    found = tuple(edges.tolist())
     if [*found] != sorted(found) or found[:1] != (0,) or found[-1:] != (tokens,):
         raise ValueError(f"{name}: expected ascending numbers from 0 to {tokens}, got {shown([*found])}")
     return found
 
 
-def documents(places: Tensor, _: None) -> list[tuple[int, ...]]:
-    """Return for each row of positions [B, N] where a document begins, a position that isn't the next one, and N."""
-    return [(0, *((row.diff() != 1).nonzero()[:, 0] + 1).tolist(), len(row)) for row in places.cpu()]
+def documents(places: Tensor) -> list[tuple[int, ...]]:
+    """Return for each row of positions [B, N] where a document begins, and N.
+
+    It begins where the positions start again: at the row's smallest. Positions may skip. Where others repeat, too, or
+    none goes on, a repeated smallest one begins nothing; elsewhere it is a document of one token.
+    """
+    found = []
+    for row in places.cpu():
+        step, is_first = row.diff(), row[1:] == row.min()
+        goes_on = (step > 0).any() and not ((step == 0) & ~is_first).any()
+        begins = is_first & ((step <= 0) if goes_on else (step < 0))
+        found.append((0, *(begins.nonzero()[:, 0] + 1).tolist(), len(row)))
+    return found
 
 
 def unsupported(given: dict, known: set[str]) -> str | None:

@@ -37,8 +37,8 @@ def sagebwd_attention(
 
     O = softmax(c Q K^T) V with Q, K, P, V quantised in the forward pass (Algorithm 1) and P, dO, dS, Q, K in the
     backward pass (Algorithm 2); dP = dO V^T stays in 16 bit. It is called like
-    `torch.nn.functional.scaled_dot_product_attention`, without a mask and dropout, and under autocast it casts query, key and value as SDPA does:
-    all but float64, to the autocast dtype.
+    `torch.nn.functional.scaled_dot_product_attention`, without a mask and dropout. Under autocast it casts query, key
+    and value as SDPA does: all but float64, to the autocast dtype.
 
     Both backends quantise alike: in blocks of 128 tokens, and P and dS in tiles of 128 x 128. The paper gives no tile
     sizes; `sage_ref.sagebwd` has its algorithms as printed, and every other choice in `SageBwdSettings`.

@@ -152,7 +152,7 @@ def whole_scores(matmul: str, q: Tensor, k: Tensor, q_mean: Tensor | None, setti
     if settings.smooth_q:
         s = s + q_mean @ (k * c).mT
     if settings.is_causal:
-        s = s.masked_fill_(~causal_mask(*s.shape[-2:], s.device), -math.inf)
+        s = s.masked_fill(~causal_mask(*s.shape[-2:], s.device), -math.inf)
     return s
 
 
@@ -178,4 +178,4 @@ def visited_matmul(weights: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
         return weights @ x
     bad = ~x.isfinite().all(-1)
     touched = bad.to(x.dtype) @ seen.mT.to(x.dtype) > 0
-    return (weights @ x.masked_fill(bad[..., None], 0)).masked_fill_(touched[..., None], torch.nan)
+    return (weights @ x.masked_fill(bad[..., None], 0)).masked_fill(touched[..., None], torch.nan)

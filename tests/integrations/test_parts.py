@@ -1,12 +1,16 @@
 """Masks that leave parts of each sequence: padding, packed documents, new tokens behind cached ones, prefixes."""
 
 import sys
+import warnings
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import distributed
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_ref import sagebwd_attention, sdpa
@@ -308,34 +312,99 @@ def test_a_mask_that_parts_do_not_make_is_an_error_or_exact(qkv, name):
         assert torch.equal(F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True), expected)
 
 
-def test_layers_that_share_a_mask_read_it_once_and_a_change_is_seen(monkeypatch):
-    reads = []
-    read = parts._read
-    monkeypatch.setattr(parts, "_read", lambda *arguments: reads.append(1) or read(*arguments))
-    monkeypatch.setattr(parts, "_waits", lambda mask: True)  # as on a GPU
-    q, k, v = torch.randn(3, 2, 1, 9, 8)
-    mask = keys_of("right", (9, 4), 9)[:, None, None]
-    with sdpa(otherwise="error", **REFERENCE):
+def written_by_a_collective(mask, new, tmp_path):
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        distributed.all_gather([mask], new)
+    finally:
+        distributed.destroy_process_group()
+
+
+WRITES = {
+    "in place": lambda mask, new, _: mask.copy_(new),
+    "data": lambda mask, new, _: mask.data.copy_(new),
+    "numpy": lambda mask, new, _: np.copyto(mask.numpy(), new.numpy()),
+    "all_gather": written_by_a_collective,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_mask_is_read_again_whoever_wrote_into_it(how, device, tmp_path):
+    if device == "cuda" and how in ("numpy", "all_gather"):
+        pytest.skip("of the CPU alone")
+    mask, new = (keys_of("right", (9, n), 9)[:, None, None].to(device) for n in (4, 7))
+    q, k, v = torch.randn(3, 2, 1, 9, 32, device=device, dtype=torch.float16)
+    with sdpa(otherwise="error", backend="reference"):
         before = F.scaled_dot_product_attention(q, k, v, mask)
-        F.scaled_dot_product_attention(q, k, v, mask)
-        assert len(reads) == 1
-        mask[1, ..., 4:] = True
-        assert not torch.equal(F.scaled_dot_product_attention(q, k, v, mask), before)
-        assert len(reads) == 2
-        expected = F.scaled_dot_product_attention(q, k, v, mask)
-        with torch.inference_mode():  # where changes are not counted
-            assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask.clone()), expected)
-
-
-def test_on_a_cpu_a_change_that_pytorch_does_not_count_is_seen_too():
-    q, k, v = torch.randn(3, 1, 1, 9, 8)
-    numbers = np.ones((1, 1, 1, 9), dtype=bool)
-    mask = torch.from_numpy(numbers)
-    with sdpa(otherwise="error", **REFERENCE):
-        F.scaled_dot_product_attention(q, k, v, mask)
-        numbers[..., 4:] = False
+        WRITES[how](mask, new, tmp_path)
         found = F.scaled_dot_product_attention(q, k, v, mask)
-        assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, mask.clone()))
+        assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, new))
+    assert not torch.equal(found, before)
+
+
+def test_a_bias_that_is_unfrozen_later_gets_its_gradient(qkv):
+    bias = torch.zeros(N, N)
+    with sdpa(**REFERENCE) as routed, warnings.catch_warnings(action="ignore"):
+        F.scaled_dot_product_attention(*qkv, bias, enable_gqa=True)
+        bias.requires_grad_()
+        F.scaled_dot_product_attention(*qkv, bias, enable_gqa=True).square().sum().backward()
+    assert routed.taken == 1
+    assert bias.grad.any()
+
+
+@pytest.mark.parametrize("kind", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize(("n_q", "n_k"), [(N, N), (37, N), (N, 37)])
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+def test_causal_biases_of_pytorch_have_no_numbers_to_read(qkv, kind, n_q, n_k):
+    """Their memory is never written. Where a query sees nothing, PyTorch gives NaN or zeros."""
+    q, k, v = qkv[0][:, :, :n_q], qkv[1][:, :, :n_k], qkv[2][:, :, :n_k]
+    bias, mask = kind(n_q, n_k), kind(n_q, n_k)._materialize()
+    call = partial(F.scaled_dot_product_attention, enable_gqa=True)
+    with sdpa(otherwise="error", **REFERENCE):
+        found = call(q, k, v, bias)
+    assert 1e-3 < relative_l2(found, call(q, k, v, mask).nan_to_num()) < 0.03
+    with sdpa(otherwise="error", **REFERENCE), pytest.raises(ValueError, match="^mask: expected None or padding"):
+        call(q, k, v, kind(n_q + 1, n_k))
+
+
+class Meaning(torch.Tensor):
+    """A mask whose class says what SDPA computes with it, whatever lies in its memory."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function is F.scaled_dot_product_attention:
+            arguments = (*arguments[:3], arguments[3].as_subclass(torch.Tensor) * 0 - 1.5)
+        return super().__torch_function__(function, types, arguments, options)
+
+
+def test_a_mask_of_a_class_with_a_meaning_of_its_own_is_not_read(qkv):
+    mask = torch.zeros(N, N).as_subclass(Meaning)
+    expected = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
+    with sdpa(**REFERENCE) as routed, pytest.warns(UserWarning, match="stays exact .*: mask"):
+        assert torch.equal(F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True), expected)
+    assert routed.taken == 0
+
+
+def test_what_lies_in_padding_reaches_nobody(qkv):
+    """NaN there is what PyTorch's own SDPA spreads."""
+    q, k, v = (x.detach().clone() for x in qkv)
+    clean = [q, k, v]
+    for i, span in enumerate(spans("right")):
+        for x in (k, v):
+            x[i, :, span.stop :] = torch.nan
+    has = keys_of("right")
+    weights = torch.randn(len(LENGTHS), 4, N, 16) * has[:, None, :, None]
+    for mask in (mask_of("right", True), mask_of("right", False)):
+        leaves = [x.clone().requires_grad_() for x in clean]
+        with sdpa(otherwise="error", **REFERENCE):
+            found = with_gradients(
+                lambda *x, mask=mask: F.scaled_dot_product_attention(*x, mask, enable_gqa=True)[
+                    has[:, None].expand(-1, 4, -1)
+                ],
+                leaves, weights[has[:, None].expand(-1, 4, -1)],
+            )  # fmt: skip
+        assert all(x.isfinite().all() for x in found)
 
 
 def test_a_fake_mask_is_not_read():

@@ -1,5 +1,8 @@
 """`with sdpa():` in models that nobody wrote for it."""
 
+import asyncio
+import contextlib
+import itertools
 import math
 import threading
 import warnings
@@ -9,10 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from sage_ref import sagebwd_attention, sdpa
-from sage_ref.integrations import pytorch
+from sage_ref import backend, sagebwd_attention, sdpa
+from sage_ref.checks import Fitting
+from sage_ref.integrations import calls, pytorch
 from sage_ref.tracing import relative_l2
 
 REFERENCE = {"backend": "reference"}
@@ -205,6 +209,127 @@ def test_it_holds_in_the_thread_that_entered_it_alone(qkv):
     assert all_equal(found, (exact, sagebwd_attention(*qkv, smooth_k=False, **REFERENCE), ours))
 
 
+def test_it_holds_in_the_asyncio_task_that_entered_it_and_in_those_started_inside(qkv):
+    """Tasks take turns in one thread, and leave their contexts in any order."""
+    sagebwd = partial(sagebwd_attention, **REFERENCE)
+    exact, ours, other = F.scaled_dot_product_attention(*qkv), sagebwd(*qkv), sagebwd(*qkv, smooth_k=False)
+
+    async def is_now(expected):
+        return torch.equal(F.scaled_dot_product_attention(*qkv), expected)
+
+    async def first(mine, theirs):
+        with sdpa(**REFERENCE):
+            mine.set()
+            await theirs.wait()
+            return [await is_now(ours), await asyncio.create_task(is_now(ours))]
+
+    async def second(theirs, mine):
+        await theirs.wait()
+        found = [await is_now(exact)]
+        with sdpa(smooth_k=False, **REFERENCE):
+            mine.set()
+            for _ in range(5):  # meanwhile the first one leaves
+                await asyncio.sleep(0)
+                found.append(await is_now(other))
+        return [*found, await is_now(exact)]
+
+    async def both():
+        events = asyncio.Event(), asyncio.Event()
+        return await asyncio.gather(first(*events), second(*events))
+
+    assert all(itertools.chain(*asyncio.run(both())))
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+class Attended(torch.utils.data.Dataset):
+    """Attention as an item, computed in a worker."""
+
+    def __init__(self, qkv):
+        self.qkv = [x.detach() for x in qkv]
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, _):
+        return F.scaled_dot_product_attention(*self.qkv)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_worker_of_a_data_loader_is_inside_if_it_is_forked_inside(qkv, context):
+    options = {"batch_size": None, "num_workers": 1, "multiprocessing_context": context}
+    with sdpa(**REFERENCE):
+        (found,) = torch.utils.data.DataLoader(Attended(qkv), **options)
+        expected = F.scaled_dot_product_attention(*qkv)
+    assert torch.equal(found, expected) == (context == "fork")
+
+
+# A GPU: no call falls to the reference, which builds N x N scores
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The CPU stands in for a GPU, whose kernels take none of these calls."""
+    monkeypatch.setattr(backend, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(calls, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(pytorch, "FITTING", Fitting())  # what was found on the CPU
+
+
+REFUSED = "expected a call for the kernels, but .*; take float16 or bfloat16, a head size from 32 to 128, or backend="
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float32, 64), (torch.float16, 256)])
+def test_on_a_gpu_what_the_kernels_cannot_compute_is_exact_or_an_error(dtype, head_dim):
+    qkv = [torch.randn(1, 2, 40, head_dim).to(dtype) for _ in range(3)]
+    expected = F.scaled_dot_product_attention(*qkv)
+    with sdpa() as routed, pytest.warns(UserWarning, match=f"stays exact .* backend: {REFUSED}"):
+        assert torch.equal(F.scaled_dot_product_attention(*qkv), expected)
+    assert routed.taken == 0
+    with sdpa(**REFERENCE) as routed:
+        F.scaled_dot_product_attention(*qkv)
+    assert routed.taken == 1
+    with sdpa(otherwise="error"), pytest.raises(ValueError, match=f"^backend: {REFUSED}"):
+        F.scaled_dot_product_attention(*qkv)
+    with pytest.raises(ValueError, match=f"^backend: {REFUSED}"):
+        sagebwd_attention(*qkv)
+    assert sagebwd_attention(*qkv, **REFERENCE).shape == expected.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.*attention stays exact")
+def test_a_head_size_that_the_kernels_lack_takes_the_memory_that_sdpa_takes():
+    peaks = []
+    for context in (contextlib.nullcontext(), sdpa()):
+        qkv = [torch.randn(1, 2, 16384, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        torch.cuda.reset_peak_memory_stats()
+        with context:
+            F.scaled_dot_product_attention(*qkv, is_causal=True).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+        del qkv
+    assert peaks[1] <= 1.01 * peaks[0]
+    x = torch.randn(1, 2, 16384, 64, device="cuda")
+    with pytest.raises(ValueError, match=f"^backend: {REFUSED}"):
+        sagebwd_attention(x, x, x)
+
+
+@pytest.mark.gpu
+def test_while_a_cuda_graph_is_captured_no_mask_is_read_and_its_replays_are_no_surprise(recwarn):
+    q, k, v = torch.randn(3, 2, 2, 128, 64, device="cuda", dtype=torch.float16)
+    mask = torch.ones(128, 128, dtype=torch.bool, device="cuda").tril()
+    graph = torch.cuda.CUDAGraph()
+    with sdpa():
+        F.scaled_dot_product_attention(q, k, v)  # compiles
+        F.scaled_dot_product_attention(q, k, v, mask, is_causal=False)
+        with torch.cuda.graph(graph):
+            output = F.scaled_dot_product_attention(q, k, v)
+            with pytest.warns(UserWarning, match="in a CUDA graph, where no mask can be read"):
+                F.scaled_dot_product_attention(q, k, v, mask)
+    with sdpa():
+        graph.replay()
+    assert not [x for x in recwarn if "got none" in str(x.message)]
+    assert torch.equal(output, sagebwd_attention(q, k, v))
+
+
 # Strides, and what others do with F.scaled_dot_product_attention
 
 
@@ -293,10 +418,10 @@ def test_the_reference_is_exported_for_any_number_of_tokens(is_causal):
         def forward(self, q, k, v):
             return sagebwd_attention(q, k, v, is_causal=is_causal, **REFERENCE)
 
-    many = torch.export.Dim("tokens", min=129)
+    many = torch.export.Dim("tokens", min=2, max=4096)
     example = tuple(torch.randn(3, 1, 2, 200, 16))
     exported = torch.export.export(Model(), example, dynamic_shapes=({2: many},) * 3).module()
-    for tokens in (129, 256, 300):
+    for tokens in (2, 127, 128, 300):
         qkv = torch.randn(3, 1, 2, tokens, 16)
         assert torch.equal(exported(*qkv), Model()(*qkv))
 
@@ -355,7 +480,11 @@ def test_multi_head_attention_stays_exact_under_compile_and_that_is_said():
     torch.testing.assert_close(found, layer(x), rtol=0, atol=1e-6)
 
 
-def test_a_checkpoint_computes_the_same_again_with_the_context_that_the_docstring_names(qkv):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_checkpoint_computes_the_same_again_with_the_context_that_the_docstring_names(device):
+    """On a GPU it does so in a thread of the autograd engine."""
+    qkv = [torch.randn(2, 4, 150, 16, device=device, requires_grad=True) for _ in range(3)]
+
     def run(**options):
         with sdpa(**REFERENCE):
             return checkpoint(lambda *x: F.scaled_dot_product_attention(*x).sin(), *qkv, use_reentrant=False, **options)
@@ -366,3 +495,29 @@ def test_a_checkpoint_computes_the_same_again_with_the_context_that_the_docstrin
     assert all_equal(with_gradients(lambda *_: run(**contexts), qkv), expected)
     with pytest.raises(torch.utils.checkpoint.CheckpointError):
         with_gradients(lambda *_: run(), qkv)
+
+
+@COMPILED
+def test_in_a_compiled_checkpoint_the_function_itself_is_called(qkv):
+    """There PyTorch hides SDPA from every context, as the docstring says."""
+
+    def run(*tensors):
+        attention = partial(sagebwd_attention, **REFERENCE)
+        return checkpoint(lambda *x: attention(*x).sin(), *tensors, use_reentrant=False)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert all_equal(with_gradients(compiled, qkv), with_gradients(run, qkv))
+
+
+def test_a_selective_checkpoint_may_keep_what_any_matmul_returns(qkv):
+    """What is kept must not be written into, nor computed again in the backward pass."""
+    kept = {torch.ops.aten.bmm.default, torch.ops.aten.mm.default}
+
+    def policy(_, operation, *arguments, **options):
+        return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    attention = partial(sagebwd_attention, is_causal=True, **REFERENCE)
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    found = with_gradients(partial(checkpoint, attention, use_reentrant=False, context_fn=contexts), qkv)
+    assert all_equal(found, with_gradients(attention, qkv))

@@ -13,6 +13,7 @@ import random
 import re
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -81,6 +82,8 @@ BAD_COUNTS = [0, -1, 1.5, "8", None, True, 10**400, 2**63, torch.tensor(3)]
 BAD_SHARES = [1, 97, -0.1, math.nan, "0.9", None, True, 10**400]
 BAD = {
     "scale": BAD_SCALES,
+    "attn_mask": [torch.ones(1, 1).bool(), "x", 0],
+    "dropout_p": [0.1, 1, True, "x"],
     **dict.fromkeys(("is_causal", "enable_gqa", "smooth_k", "smooth_q", "unbiased"), BAD_SWITCHES),
     **dict.fromkeys(("quantize", "straight_through"), BAD_SWITCHES),
     **dict.fromkeys(("backend", "granularity", "feature_map", "scores", "rounding", "ds_rounding"), BAD_CHOICES),
@@ -94,9 +97,12 @@ BAD = {
     "exact_matmuls": [None, "dP", ("P",), (1,), ["dP"], 3],
 }
 ODD = {
-    "scale": [0, 0.0, 1, -0.3, 1e-30, 5e-324, 10**20], "is_causal": [True], "smooth_k": [False], "smooth_q": [True],
-    "quantize": [True], "granularity": ["block"], "block_q": [1, 3, 1000, 2**31 - 1], "block_kv": [1, 5, 2**31 - 1],
-    "sparsity": [0, 0.5, 0.999], "skipped": [0.1], "temperature": [1e-6, 1e6, 1], "count": [1, 100],
+    "scale": [0, 0.0, 1, -0.3, 1e-30, 5e-324, 10**20, np.float32(0.1), np.int64(1)],
+    "is_causal": [True, np.True_], "smooth_k": [False, np.False_], "smooth_q": [True, np.True_], "unbiased": [np.True_],
+    "quantize": [True], "granularity": ["block"], "block_q": [1, 3, 1000, 2**31 - 1, np.int64(16)],
+    "block_kv": [1, 5, 2**31 - 1], "attn_mask": [None], "dropout_p": [0, np.float32(0)],
+    "sparsity": [0, 0.5, 0.999, np.float32(0.5)], "skipped": [0.1], "temperature": [1e-6, 1e6, 1],
+    "count": [1, 100, np.int64(2)],
     "rounding": ["stochastic"], "block_shape": [(None, 1), (1000, 3), [2, 2], (2**31 - 1, 1)],
 }  # fmt: skip
 
@@ -169,7 +175,7 @@ def good_call(rng, backend, kind=None):
     kind = rng.randrange(KINDS if backend == "reference" else 3) if kind is None else kind
     if kind == 0:
         options = {"is_causal": False, "scale": None, "enable_gqa": False, "smooth_k": True, "smooth_q": False}
-        options["unbiased"] = False
+        options |= {"unbiased": False, "attn_mask": None, "dropout_p": 0.0}
         return sagebwd_attention, qkv | options | {"granularity": "row", "backend": backend}, inputs, ("query",)
     if kind == 1:
         sizes = blocks or {"block_q": 128, "block_kv": 64}

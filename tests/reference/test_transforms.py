@@ -192,9 +192,49 @@ def test_compiled_for_any_length_it_is_one_graph_with_the_same_numbers():
 
     def of_any_length(*tensors):
         for x in tensors:
-            torch._dynamo.mark_dynamic(x, 2)
+            torch._dynamo.mark_dynamic(x, 2, min=2, max=4096)
         return compiled(*tensors)
 
-    for n in (20, 37):
+    for n in (20, 37, 300):
         for x, y in zip(*(with_gradients(call, drawn(n=n)) for call in (of_any_length, causal)), strict=True):
             assert torch.equal(x, y)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiled_a_tensor_in_two_places_gets_both_gradients():
+    torch._dynamo.reset()
+    (x, *_) = drawn()
+    compiled = torch.compile(lambda x: causal(x, x, x), fullgraph=True, backend="aot_eager")
+    for found, expected in zip(
+        *(with_gradients(call, [x]) for call in (compiled, lambda x: causal(x, x, x))), strict=True
+    ):
+        assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@BY_HAND
+def test_torch_func_inside_of_compile_gives_no_gradient_of_the_rounded_forward_pass(call):
+    """Where torch.compile would differentiate the rounding, the function runs uncompiled, or is refused."""
+    torch._dynamo.reset()
+    tensors = drawn()
+
+    def loss(*tensors):
+        return call(*tensors).square().sum()
+
+    gradients = grad(loss, (0, 1, 2))
+    for found, expected in zip(torch.compile(gradients, backend="eager")(*tensors), gradients(*tensors), strict=True):
+        assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="expected torch.func and torch.vmap outside of torch.compile"):
+        torch.compile(gradients, fullgraph=True, backend="eager")(*tensors)
+
+
+@EVERY
+def test_a_batch_of_gradients_is_a_loop(call):
+    leaves = [x.requires_grad_() for x in drawn()]
+    output = call(*leaves)
+    batch = torch.randn(3, *output.shape)
+    found = torch.autograd.grad(output, leaves, batch, is_grads_batched=True, retain_graph=True)
+    each = [torch.autograd.grad(output, leaves, one, retain_graph=True) for one in batch]
+    for x, y in zip(found, zip(*each, strict=True), strict=True):
+        assert_close(x, torch.stack(y), atol=1e-6, rtol=1e-5)
