@@ -44,9 +44,9 @@ def register(
     documents may be packed into one sequence, with positions that start again or with cu_seq_lens_q and
     cu_seq_lens_k. Each sequence or document is computed on its own tokens, together with others of the same length. In
     a causal layer with fewer queries than keys (a chunk of a prompt, assisted decoding, logits_to_keep) the last query
-    sees all keys; that costs as much as if all tokens were new. generate() works with a dynamic or a static cache, whose empty places are
-    padding, too. On a GPU the mask that transformers makes of a batch is read once for all layers; positions, lengths
-    and a mask of your own are read in each layer, which waits for the GPU.
+    sees all keys; that costs as much as if all tokens were new. generate() works with a dynamic or a static cache,
+    whose empty places are padding, too. On a GPU the mask that transformers makes of a batch is read once for all
+    layers; positions, lengths and a mask of your own are read in each layer, which waits for the GPU.
 
     torch.compile can't read a mask or positions, and transformers makes a mask there of every attention_mask, and for a
     decoder without a cache: compile without an attention_mask and with use_cache=True (Trainer:
