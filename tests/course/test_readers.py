@@ -1,7 +1,7 @@
 """Whole notebooks as a reader runs them: each gap filled in right, but not as the course does it, each cell run twice.
 
-By default with the first right form of each gap, without the two notebooks that train for a minute, and a cell that took
-long once is not run again. `SAGE_REF_VARIANTS=all` runs everything with every form.
+By default with the first right form of each gap, without the two notebooks that train for a minute, and a cell that
+took long once is not run again. `SAGE_REF_VARIANTS=all` runs everything with every form.
 """
 
 import ast

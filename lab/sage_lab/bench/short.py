@@ -1,4 +1,4 @@
-"""What short sequences cost: host time, GPU time and steps of a small GPT, each beside PyTorch's own attention.
+"""Time short sequences: host time, GPU time and steps of a small GPT, each beside PyTorch's own attention.
 
     python lab/sage_lab/bench/short.py host gpu gpt sla2 bits
 
