@@ -4,6 +4,7 @@ import importlib.util
 import math
 import runpy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -190,6 +191,17 @@ def test_compiled_auto_says_once_what_it_takes_and_has_no_graph_break(inputs):
     (said,) = [str(w.message) for w in caught if "sage_ref" in str(w.message)]
     assert said.startswith("sage_ref: backend='auto' uses the reference, because ")
     assert all(torch.equal(output, reference(*tensors)) for output in outputs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tensors on the CPU are for Triton's interpreter alone")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_two_threads_take_turns_in_tritons_interpreter(inputs):
+    tensors = inputs(40, 40, 32, dtype=torch.float16)[:3]
+    attention = partial(sagebwd_attention, *tensors, backend="triton")
+    expected = attention()
+    with ThreadPoolExecutor(3) as threads:
+        found = [threads.submit(attention) for _ in range(6)]
+    assert all(torch.equal(x.result(), expected) for x in found)
 
 
 # sparse_linear_attention

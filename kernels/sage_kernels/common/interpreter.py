@@ -4,12 +4,14 @@
 - The maximum of a number and NaN is NaN there, the number on a GPU.
 - A load or store outside all tensors of a launch reads other memory there, or ends Python. Here it is an IndexError.
 - A pointer as the end of a `range` is a count of about 10^14 there. Here it is a TypeError, as in the compiler.
+- Two threads that run programs disturb each other there. Here they take turns.
 - To run a program it replaces parts of Triton's language. It looks for these parts anew in every function that the
   program calls, which takes most of its time, and what it replaces for a function alone stays: from then on nothing
   compiles. Here it looks once, and all is put back when the program, or a function called by itself, has ended.
 """
 
 import inspect
+import threading
 from functools import cache
 from itertools import chain
 
@@ -118,8 +120,19 @@ def languages(function) -> frozenset[str]:
     return frozenset(x.__name__ for x in seen)
 
 
+def launched(self, *args, **kwargs):
+    """Run a program, alone: what is replaced is the language of all threads. Takes the place of a launch."""
+    with turn:
+        return run_program(self, *args, **kwargs)
+
+
 def called(self, *args, **kwargs):
     """Call a function as a program does. Takes the place of `InterpretedFunction.__call__`."""
+    with turn:
+        return call_alone(self, *args, **kwargs)
+
+
+def call_alone(self, *args, **kwargs):
     scope = replaced(self.fn)
     try:
         return self.rewrite()(*args, **kwargs)
@@ -129,14 +142,15 @@ def called(self, *args, **kwargs):
         scope.restore()
 
 
-memory, replaced = Memory(), Replaced()
+memory, replaced, turn = Memory(), Replaced(), threading.RLock()
 builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor
+run_program = launch.__call__
 load, store, copy_arguments = builder.create_masked_load, builder.create_masked_store, launch._init_args_hst
 replace_for, replace_tensor = interpreter._patch_lang, interpreter._patch_lang_tensor
 
 builder.create_fma = fused_multiply_add
 builder.create_maxnumf = lambda self, x, y: self.binary_op(x, y, np.fmax)
 builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
-launch._init_args_hst = copied_arguments
+launch._init_args_hst, launch.__call__ = copied_arguments, launched
 interpreter._patch_lang, interpreter._patch_lang_tensor = replaced, replace_for_tensors
 interpreter.InterpretedFunction.__call__ = called
