@@ -82,7 +82,12 @@ def test_two_processes_train_one_model_with_int8(name, tmp_path):
         for process in processes:
             process.stdin.write(SETUP + library + SNIPPETS[name])
             process.stdin.close()
-        assert [(x.wait(), x.stderr.read()) for x in processes] == [(0, "")] * 2
+        errors = []
+        for process in processes:
+            with process:  # closes its pipes
+                errors.append(process.stderr.read())
+        assert errors == [""] * 2
+        assert [x.returncode for x in processes] == [0] * 2
         first, second = (torch.load(file) for file in files)
         assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
         results[library] = first
