@@ -50,13 +50,12 @@ class Board(ipywidgets.VBox):
 class Live:
     """A figure and controls for its arguments. Tests set `live.controls["sigma"].value` and read `live.figure`."""
 
-    def __init__(self, draw: Callable[..., Figure], choices: dict[str, Any]):
-        start = {name: inspect.signature(draw).parameters[name].default for name in choices}
+    def __init__(self, draw: Callable[..., Figure], choices: dict[str, Any], start: dict[str, Any] | None = None):
+        start = start or {name: inspect.signature(draw).parameters[name].default for name in choices}
         self.draw, self.choices = draw, choices
         self.controls = {name: _control(name, start[name], choice) for name, choice in choices.items()}
         self.picture, self.complaint = ipywidgets.Image(format="png"), ipywidgets.Label()
         self.figure = self._drawn()
-        self.beforehand = self._drawn_beforehand()
         for control in self.controls.values():
             control.observe(self._draw_again, "value")
         self.box = ipywidgets.VBox([*self.controls.values(), self.complaint, self.picture])
@@ -66,7 +65,7 @@ class Live:
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
         """Offer the controls and what was drawn beforehand: whoever shows the output takes the first that it can."""
-        return self.box._repr_mimebundle_() | {"text/plain": repr(self), "text/html": self.beforehand}
+        return self.box._repr_mimebundle_() | {"text/plain": repr(self), "text/html": self.beforehand()}
 
     def _drawn(self) -> Figure:
         figure = self.draw(**{name: control.value for name, control in self.controls.items()})
@@ -82,7 +81,8 @@ class Live:
         except Exception as error:  # the reader's function may fail: the last picture stays, and the reader learns why
             self.complaint.value = f"{type(error).__name__}: {error}"
 
-    def _drawn_beforehand(self) -> str:
+    def beforehand(self) -> str:
+        """Return HTML that needs no kernel, with what is drawn where the controls start."""
         first, choice = next(iter(self.choices.items()))
         if isinstance(choice, range):
             return slider(self.draw, **{first: choice})._repr_html_()
