@@ -109,4 +109,23 @@ def test_a_copy_runs_its_sliders_move_and_what_a_reader_types_is_checked(lab, pa
         page.keyboard.insert_text(f'{text}\n\n{name} = fill_in("{name}", {name})')
         page.keyboard.press("Control+Enter")
         cell.locator(".jp-OutputArea", has_text=verdict).first.wait_for()
+    # The widget draws what the reader's own function computes, here one that is different on purpose.
+    cell = panel.locator(".jp-Cell").nth(next(i for i, text in enumerate(TEXTS) if "sentence(" in text))
+    pictures = []
+    for text, words in (("", "a cab"), ("sentence(lambda q, k: 0 * (q @ k.mT))", "a cab")):
+        if text:
+            cell.locator(".cm-content").click()
+            page.keyboard.press("Control+A")
+            page.keyboard.insert_text(text)
+            page.keyboard.press("Control+Enter")
+            cell.locator(".jp-InputPrompt", has_text="[*]:").wait_for(state="detached")
+        picture = cell.locator("img.widget-image")
+        picture.wait_for()
+        shown = picture.get_attribute("src")
+        box = cell.locator(".jp-OutputArea input[type=text]")
+        box.fill(words)
+        box.press("Enter")
+        page.wait_for_function("([image, before]) => image.src !== before", arg=[picture.element_handle(), shown])
+        pictures.append(picture.screenshot())
+    assert pictures[0] != pictures[1]
     assert not complaints, "\n".join(complaints)
