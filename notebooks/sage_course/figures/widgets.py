@@ -94,7 +94,8 @@ def shared_offset(smooth_key: Callable) -> Live:
             name: relative_l2(fake_quantize(q) @ fake_quantize(k - shift).mT + q @ (0 * k + shift).mT, exact)
             for name, shift in changed.items()
         }
-        figure, axes = panels(2, width=4.2, title="What all keys share costs integers")
+        title = "error of S: " + ", ".join(f"{name} {error:.3f}" for name, error in errors.items())
+        figure, axes = panels(2, width=4.2, title=title)
         show_matrix(axes[0], k - guess, title="keys after your change", x="channel", y="key")
         axes[1].bar(list(errors), list(errors.values()), color=[RED, ORANGE, GREEN])
         axes[1].set(ylabel="relative error of S in INT8")
