@@ -6,6 +6,7 @@ Parts of the same lengths are computed together, in one call of attention. Where
 several lengths: as rows of tokens with padding at their ends, which the kernels pass over.
 """
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
@@ -15,7 +16,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 
 HIDDEN = torch.finfo(torch.float16).min  # a mask that is added hides a key by this number or a lower one
 LAUNCHED_HEADS = 65535  # that one launch of a kernel takes, in all sequences of a batch
@@ -46,15 +46,24 @@ def can_be_read(x: Tensor) -> bool:
     """Return whether Python may read a tensor's numbers: not under torch.compile, torch.func or torch.vmap.
 
     A meta tensor and a FakeTensor have no numbers to read, and while a CUDA graph is captured nothing may be read.
-    A `CausalBias` has none, and needs none.
+    PyTorch's own causal bias has none, and needs none.
     """
     if torch.compiler.is_compiling():
         return False
-    if isinstance(x, CausalBias):
+    if is_causal_bias(x):
         return True
     if x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor):
         return False
     return not (torch._C._are_functorch_transforms_active() or is_captured(x))
+
+
+def is_causal_bias(x: Tensor) -> bool:
+    """Return whether this is what `causal_upper_left` or `causal_lower_right` makes.
+
+    Whoever has one has imported its module, which takes seconds: it imports torch.compile.
+    """
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(x, module.CausalBias)
 
 
 def is_captured(x: Tensor) -> bool:
@@ -85,7 +94,7 @@ def parts_of(mask: Tensor, sizes: tuple[int, int, int, int]) -> Parts | None:
         sizes: B, H, Nq, Nk, to which it broadcasts.
     """
     batch, _, n_q, n_k = sizes
-    if isinstance(mask, CausalBias):
+    if is_causal_bias(mask):
         return _parts_of_bias(mask, batch, n_q, n_k)
     fits = mask.dim() <= 4 and all(x in (1, full) for x, full in zip(mask.shape[::-1], sizes[::-1], strict=False))
     is_mask = mask.dtype == torch.bool or mask.is_floating_point()
@@ -109,11 +118,11 @@ def share_parts(mask: Tensor | None) -> None:
         setattr(mask, KNOWN, {})
 
 
-def _parts_of_bias(bias: CausalBias, batch: int, n_q: int, n_k: int) -> Parts | None:
+def _parts_of_bias(bias: Tensor, batch: int, n_q: int, n_k: int) -> Parts | None:
     """Return the parts of PyTorch's own causal biases, which have no numbers."""
     if (bias.seq_len_q, bias.seq_len_kv) != (n_q, n_k):
         return None
-    if bias.variant == CausalVariant.LOWER_RIGHT:
+    if bias.variant.name == "LOWER_RIGHT":
         rows = (Part((max(n_q - n_k, 0), n_q), (0, n_k), True),)
     else:
         both = min(n_q, n_k)

@@ -72,12 +72,13 @@ def block_count(n: int, block: int) -> int:
 def into_blocks(x: Tensor, block: int) -> Tensor:
     """Cut [..., N, D] into [..., ceil(N / block), block, D], with zeros at the end; block is N at most."""
     block = block_that_fits(block, x.shape[-2])
-    return F.pad(x, (0, 0, 0, -x.shape[-2] % block)).unflatten(-2, (-1, block))
+    x = F.pad(x, (0, 0, 0, -x.shape[-2] % block))
+    return x.reshape(*x.shape[:-2], -1, block, x.shape[-1])  # unflatten has no rule for batches of gradients
 
 
 def from_blocks(blocks: Tensor, n: int) -> Tensor:
     """Reverse `into_blocks`: [..., ceil(N / block), block, D] -> [..., N, D]."""
-    return blocks.flatten(-3, -2)[..., :n, :]
+    return blocks.reshape(*blocks.shape[:-3], -1, blocks.shape[-1])[..., :n, :]
 
 
 def block_mean(x: Tensor, block: int) -> Tensor:

@@ -94,8 +94,8 @@ def weighted_sums(weights: Tensor, h: Tensor, z: Tensor) -> tuple[Tensor, Tensor
     times; the matmul reads it once.
     """
     width = h.shape[-1]
-    sums = weights @ torch.cat((h.flatten(-2), z), -1)
-    return sums[..., : width * width].unflatten(-1, (width, width)), sums[..., width * width :]
+    sums = weights @ torch.cat((h.reshape(*h.shape[:-2], width * width), z), -1)
+    return sums[..., : width * width].reshape(*sums.shape[:-1], width, width), sums[..., width * width :]
 
 
 def linear_branch(query: Tensor, key: Tensor, value: Tensor, block_weights: Tensor, settings: BlockSettings) -> Tensor:
