@@ -181,7 +181,8 @@ def test_closed_and_full_streams(line, status, said):
     ],
 )
 def test_no_folder_no_torch_and_a_terminal_without_greek(line, status, said, tmp_path):
-    command = ["bash", "-c", line.format(python=f"PYTHONPATH=$PWD:$PYTHONPATH {shlex.quote(sys.executable)}")]
+    python = f"PYTHONPATH=$PWD${{PYTHONPATH:+:$PYTHONPATH}} {shlex.quote(sys.executable)}"
+    command = ["bash", "-c", line.format(python=python)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == status, done.stderr
     assert said in done.stderr
