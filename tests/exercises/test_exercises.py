@@ -361,7 +361,7 @@ X = Draw("agreements").normal(64, 32)
     ("agree", "spoil", "agrees"),
     [
         ("roundings", lambda x: x * (1 + 5e-5), True),
-        ("roundings", lambda x: torch.cat((x[:2] * (1 + 3e-2), x[2:])), True),  # flipped roundings: 2 rows
+        ("roundings", lambda x: torch.cat((x[:2] * (1 + 2e-2), x[2:])), True),  # flipped roundings: 2 rows
         ("roundings", lambda x: torch.cat((x[:4] * (1 + 1e-2), x[4:])), False),  # more than chance flips
         ("roundings", lambda x: x * (1 + 2e-4), False),  # every row a little
         ("roundings", lambda x: torch.cat((x[:24], x[24:] * (1 + 2e-4))), False),  # more than half of them
