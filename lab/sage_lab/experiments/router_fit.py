@@ -2,10 +2,11 @@
 
 minimise |O_M - O|^2 over proj_q, proj_k and alpha:  O full attention, O_M SLA2 with a substitute for the hard mask M.
 
-The printed substitute, SoftTop-k of P_c with tau = 0.1, can cheat: a flat M cancels in the sparse branch's softmax,
-O_s is full attention, and with alpha = 1 nothing is left to minimise, whatever the hard mask chooses. `Relaxation`
-names the substitute. Every error here is that of the hard mask, which stage 2 and inference use. The cheat exists if a
-soft M weighs e^S, as we read the paper. `READINGS` also has softmax(S * M), as it is printed.
+The paper prints two substitutes, SoftTop-k of the scores (Eq. 16-17) and of their softmax P_c (Algorithm 2). The second
+one can cheat: P_c over many blocks is tiny, so M is flat and cancels in the sparse branch's softmax, O_s is full
+attention, and with alpha = 1 nothing is left to minimise, whatever the hard mask chooses. `ARMS` has both, Eq. 16-17
+with c, and the library's default. Every error here is that of the hard mask, which stage 2 and inference use. The cheat
+exists if a soft M weighs e^S, as we read the paper. `READINGS` also has softmax(S * M), as it is printed.
 
 Errors are |O' - O|^2 / |O|^2 over all heads of a sample set.
 """
@@ -53,7 +54,8 @@ from sage_ref.sla2.blocks import by_parts_again, query_parts
 
 FITTED, HELD_OUT = "fitted", "held out"
 BASELINES = "baselines"
-ARMS = (EQUATIONS_16_17, PRINTED, Relaxation())
+WITH_C = Relaxation("log P_c", EQUATIONS_16_17.temperature, straight_through=False)  # Eq. 16-17 of c scores
+ARMS = (EQUATIONS_16_17, WITH_C, PRINTED, Relaxation())
 RELAXATIONS = {relaxation.name: relaxation for relaxation in ARMS}
 
 
