@@ -17,7 +17,7 @@ from sage_course.outline import (
     notebook_files,
     notebooks,
 )
-from sage_course.readme import SECTIONS, WAYS_IN, in_hours, texts, ways_in
+from sage_course.readme import SECTIONS, texts
 from sage_lab.records import REPOSITORY
 
 ADDRESS = "https://github.com/owner/name"
@@ -38,20 +38,6 @@ def test_every_written_file_is_up_to_date():
     """Stale are the names of files in which a measured part, a link or the cell for Colab is not as it should be."""
     stale = [path.name for path, text in texts() if text != path.read_text()]
     assert stale == [], "run `python -m sage_course`"
-
-
-def test_a_way_in_takes_the_minutes_of_its_notebooks_and_a_week_has_all_that_are_not_optional():
-    hour, day, week = (line.replace("\u00a0", " ").split(" | ") for line in ways_in().splitlines()[2:])
-    minutes = {number: minutes for _, number, _, minutes in notebooks()}
-    assert hour[2] == f"{minutes['00']} min"
-    assert int(day[2].split(" h ")[0]) * 60 + int(day[2].split(" h ")[1]) == sum(
-        minutes[x] for x in WAYS_IN["a day"][0]
-    )
-    optional = [title for _, _, title, _ in notebooks() if "optional" in title.lower()]
-    assert f"all {len(minutes) - len(optional)} that aren't optional" in week[1]
-    assert len(optional) == 2
-    assert in_hours(89) == "89\u00a0min"
-    assert in_hours(125) == "2\u00a0h\u00a005"
 
 
 def test_links_and_pictures_exist():

@@ -5,8 +5,7 @@ import math
 from dataclasses import asdict
 
 import pytest
-import torch
-from sage_course.results import claims, count, first_page, full_batch
+from sage_course.results import claims, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import (
@@ -18,9 +17,6 @@ from sage_course.results.pretraining import (
 )
 from sage_lab.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
 from sage_lab.records import Record, read_record
-
-from sage_ref.quantization import fake_quantize
-from sage_ref.tracing import relative_l2
 
 RUNS, LAYERS = read_record("pretrain_h200"), read_record("layers_h200")
 SMALL, LARGE = RUNS.provenance["plan"]["tokens_per_step"]
@@ -35,23 +31,6 @@ def run_like(kind, seed, loss, size=LARGE, qk_norm=True):
 
 def with_runs(*rows):
     return Record(RUNS.provenance, [*RUNS.rows, *rows])
-
-
-def test_the_first_page_has_a_line_and_a_sign_for_every_claim_it_names():
-    lines = [line.split(" | ") for line in first_page.verdicts().splitlines()[2:]]
-    assert len(lines) == 1 + 6 + 2 + len(first_page.VIDEO_CLAIMS)
-    words = (SUPPORTED, claims.PARTLY, CONTRADICTED, UNDECIDED, claims.UNTESTED, "not decided")
-    signs = [first_page.signed(first_page.WORDS.get(word, word)).partition(" ")[0] for word in words]
-    assert signs == ["✓", "(✓)", "✗", "?", "?", "?"]
-    assert all(verdict.startswith(("✓ ", "(✓) ", "✗ ", "? ")) and number for _, verdict, number in lines)
-
-
-def test_the_rule_finds_the_fastest_level_and_the_slowest():
-    """The page on what a score costs says so in words."""
-    lines = [line.split(" | ") for line in count.orders().splitlines() if line.startswith("| D=")]
-    assert len(lines) == 4
-    for _, measured, priced, _ in lines:
-        assert (measured[0], measured[-1]) == (priced[0], priced[-1])
 
 
 def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():
@@ -222,13 +201,3 @@ def test_counting_agrees_with_the_profiler(d):
             counted = busy(rows, row["profiled_ms"], row["profiled_ghz"], scores)
             for unit in ("tensor", "exp2", "issue"):
                 assert counted[unit] == pytest.approx(row[unit], abs=6), (row["kernel"], unit)
-
-
-def test_a_constant_scale_for_p_loses_dv():
-    """Notebook 09 claims it and shows no number."""
-    generator = torch.Generator().manual_seed(0)
-    q, k, do = (torch.randn(2048, 64, generator=generator) for _ in range(3))
-    scores = 0.3 * q @ k.mT / 8
-    p = torch.exp(scores[:, :64] - scores.logsumexp(-1, keepdim=True))
-    assert relative_l2((torch.round(127 * p) / 127).mT @ do, p.mT @ do) > 0.99
-    assert relative_l2(fake_quantize(p, (128, 1)).mT @ do, p.mT @ do) < 0.02

@@ -7,8 +7,10 @@ from functools import cached_property
 from io import BytesIO
 from typing import NamedTuple
 
+import numpy as np
 from IPython.display import display
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
@@ -137,9 +139,9 @@ class Film:
 
 def as_picture(figure: Figure) -> Image.Image:
     """Return a figure's pixels."""
-    found = BytesIO()
-    figure.savefig(found, format="png")
-    return Image.open(found).convert("RGB")
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
 
 
 def beside(pictures: Sequence[Image.Image], columns: int) -> Image.Image:

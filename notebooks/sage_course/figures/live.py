@@ -7,6 +7,7 @@ function has drawn: a strip of pictures that a slider moves if the first control
 
 import html
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from sage_course.figures.alternative_text import describe
 from sage_course.figures.films import as_picture, saved
 from sage_course.figures.slider import as_address, slider
 
+MOST_PICTURES = 8  # drawn beforehand
 Rows = tuple[tuple[bool, ...], ...]
 
 
@@ -51,9 +53,9 @@ class Live:
     """A figure and controls for its arguments. Tests set `live.controls["sigma"].value` and read `live.figure`."""
 
     def __init__(self, draw: Callable[..., Figure], choices: dict[str, Any], start: dict[str, Any] | None = None):
-        start = start or {name: inspect.signature(draw).parameters[name].default for name in choices}
+        self.start = start or {name: inspect.signature(draw).parameters[name].default for name in choices}
         self.draw, self.choices = draw, choices
-        self.controls = {name: _control(name, start[name], choice) for name, choice in choices.items()}
+        self.controls = {name: _control(name, self.start[name], choice) for name, choice in choices.items()}
         self.picture, self.complaint = ipywidgets.Image(format="png"), ipywidgets.Label()
         self.figure = self._drawn()
         for control in self.controls.values():
@@ -82,10 +84,12 @@ class Live:
             self.complaint.value = f"{type(error).__name__}: {error}"
 
     def beforehand(self) -> str:
-        """Return HTML that needs no kernel, with what is drawn where the controls start."""
+        """Return HTML that needs no kernel, with what is drawn where the controls start, and at a few other values."""
         first, choice = next(iter(self.choices.items()))
         if isinstance(choice, range):
-            return slider(self.draw, **{first: choice})._repr_html_()
+            step = math.ceil(len(choice) / MOST_PICTURES)
+            few = choice[choice.index(self.start[first]) % step :: step]
+            return slider(self.draw, **{first: few})._repr_html_()
         alt, address = html.escape(describe(self.figure)), as_address(as_picture(self.figure))
         return f'<figure style="margin: 0"><img alt="{alt}" src="{address}"></figure>'
 

@@ -43,6 +43,22 @@ def _stand_in(*tensors, is_causal=False, scale=1.0, **_):
     return scale * sum(i * x for i, x in enumerate(tensors, 1)) + is_causal
 
 
+def _functions() -> list[tuple]:
+    """Return calls of SDPA, with options and without, and of functions that resemble it."""
+    sdpa, q_k_v = F.scaled_dot_product_attention, tuple(draw(3, 3, 1, 2, 5, 4))
+    return [
+        (_stand_in, sdpa, q_k_v, {"is_causal": True, "scale": 2.0}),
+        (_stand_in, sdpa, q_k_v, {}),
+        (_stand_in, torch.sum, (draw(4, 3, 5),), {"dim": 0}),
+        (_stand_in, torch.lerp, q_k_v, {}),
+        (_stand_in, scaled_attention, q_k_v, {"scale": 2.0}),
+    ]
+
+
+def scaled_attention(query, key, value, scale):
+    return scale * query @ key.mT @ value
+
+
 def _calls() -> list[tuple]:
     q, k, v = (draw(seed, 1, 2, 5, 4) for seed in (0, 1, 2))
     mask = torch.ones(5, 5, dtype=torch.bool)
@@ -51,7 +67,10 @@ def _calls() -> list[tuple]:
         Call(q, k, v, is_causal=True),
         Call(q, k, v, scale=0.3),
         Call(q, k, v, attn_mask=mask),
+        Call(q, k, v, attn_mask=mask.float()),
+        Call(q, k, v, attn_mask=mask[:1]),
         Call(q, k, v, dropout_p=0.1),
+        Call(q, k, v, dropout_p=1.0),
         Call(q, k, draw(3, 1, 2, 5, 6)),
         Call(q, draw(4, 1, 2, 9, 4), draw(5, 1, 2, 9, 4)),
     ]
@@ -79,15 +98,7 @@ GAPS = with_mistakes(
     {
         "routed": Gap(
             routed,
-            lambda: [
-                (
-                    _stand_in,
-                    F.scaled_dot_product_attention,
-                    tuple(draw(3, 3, 1, 2, 5, 4)),
-                    {"is_causal": True, "scale": 2.0},
-                ),
-                (_stand_in, torch.sum, (draw(4, 3, 5),), {"dim": 0}),
-            ],
+            _functions,
         ),
         "takes": Gap(takes, _calls),
         "padded": Gap(padded, _batches),

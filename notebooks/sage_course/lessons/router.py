@@ -42,14 +42,19 @@ def straight_through(hard, soft):
     return hard + (soft - soft.detach())
 
 
-def value_and_gradient(function, hard, x):
-    """Return the value of a stand-in for the hard mask, and the gradient of x, the soft mask."""
-    x = x.requires_grad_()
-    found = function(hard, 1 * x)
-    direction = torch.linspace(-1, 1, x.numel(), dtype=x.dtype).view(x.shape)
-    if not isinstance(found, torch.Tensor) or not found.requires_grad:
-        return found, torch.zeros_like(x)
-    return found.detach(), torch.autograd.grad((found * direction).sum(), x)[0]
+def with_gradients(*places):
+    """Return run(function, *inputs) -> the function's value, and the gradients of the inputs at these places."""
+
+    def run(function, *inputs):
+        leaves = [inputs[i].requires_grad_() for i in places]
+        found = function(*(1 * x if i in places else x for i, x in enumerate(inputs)))
+        if not isinstance(found, torch.Tensor) or not found.requires_grad:
+            return found, *map(torch.zeros_like, leaves)
+        direction = torch.linspace(1, 2, found.numel(), dtype=found.dtype).view(found.shape)
+        gradients = torch.autograd.grad((found * direction).sum(), leaves, allow_unused=True, materialize_grads=True)
+        return found.detach(), *gradients
+
+    return run
 
 
 _draw = partial(draws, dtype=torch.float64)
@@ -86,11 +91,11 @@ def _hard_and_soft() -> list[tuple]:
 GAPS = with_mistakes(
     __file__,
     {
-        "router_logits": Gap(router_logits, lambda: [(*_draw(0, (2, 3, 4), (2, 6, 4), (4, 4), (4, 4)), 0.5)]),
+        "router_logits": Gap(router_logits, lambda: [(*_draw(0, (2, 3, 4), (2, 6, 4), (4, 4), (4, 4)), 0.3)]),
         "find_shift": Gap(find_shift, _rows),
         "soft_top_k_backward": Gap(soft_top_k_backward, _soft_masks),
         "weighted_attention": Gap(weighted_attention, _weighted_scores),
-        "stage_1_loss": Gap(stage_1_loss, _branches),
-        "straight_through": Gap(straight_through, _hard_and_soft, run=value_and_gradient),
+        "stage_1_loss": Gap(stage_1_loss, _branches, run=with_gradients(0, 1, 2)),
+        "straight_through": Gap(straight_through, _hard_and_soft, run=with_gradients(1)),
     },
 )
