@@ -236,13 +236,6 @@ def check_device(name: str, x: Tensor, query: Tensor) -> None:
         raise ValueError(f"{name}: expected the device of query, {query.device}, got {x.device}")
 
 
-def check_protect(protect: Tensor, keys: int) -> None:
-    check_bool("protect", protect)
-    check_has_data("protect", protect)
-    if protect.shape != (keys,):
-        raise ValueError(f"protect: expected shape {(keys,)}, one entry per key, got {tuple(protect.shape)}")
-
-
 def check_alpha(alpha: Tensor | float, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Check alpha and return it as a tensor expanded to `shape`, [B, H, Tm]."""
     if is_number(alpha):

@@ -15,8 +15,8 @@ from sage_ref.sla2.api import dispatch
 class ParallelSLA2(SLA2):
     """`sage_ref.SLA2` of sequences whose tokens are spread over the P processes of `group`, by Ulysses.
 
-    forward(query [B, H, Nq/P, D], key, value [B, Hkv, Nk/P, D], protect=None) returns [B, H, Nq/P, D] in the dtype of
-    query. Every process has the same shapes. protect is bool [Nk], of the whole sequence, the same in every process.
+    forward(query [B, H, Nq/P, D], key, value [B, Hkv, Nk/P, D]) returns [B, H, Nq/P, D] in the dtype of query. Every
+    process has the same shapes.
 
     Parameters, their names and stages are SLA2's, so a state_dict fits both. Process r computes heads
     [r H/P, (r + 1) H/P), and gives alpha's other heads a gradient of zero; after DDP or FSDP2 over the same processes,
@@ -46,19 +46,19 @@ class ParallelSLA2(SLA2):
         shared.__class__, shared.group = cls, group
         return shared
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = self._checked(query, key, value)
         group = checked_group(self.group, query, key)
         query, key, value = whole_sequences(group, query, key, value)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
         alpha = alpha.chunk(group.size(), 1)[group.rank()]
-        return gather_heads(dispatch(query, key, value, *self._choice(query, key, protect), alpha, self.backend), group)
+        return gather_heads(dispatch(query, key, value, *self._choice(query, key), alpha, self.backend), group)
 
-    def selected_mass(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+    def selected_mass(self, query: Tensor, key: Tensor) -> Tensor:
         """Return SLA2's, from all processes' tokens: query [B, H, Nq/P, D], key [B, Hkv, Nk/P, D]."""
         query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
         group = checked_group(self.group, query, key)
         largest = gathered(torch.stack([query.abs().amax(), key.abs().amax()]), group).amax(0)
         check_entries(query=largest[0], key=largest[1])  # in all processes, lest some wait for ever
-        mass_here = self.mass_of_heads(*whole_sequences(group, query, key), protect)  # [H/P, Tm]
+        mass_here = self.mass_of_heads(*whole_sequences(group, query, key))  # [H/P, Tm]
         return gathered(mass_here, group).flatten(0, 1)

@@ -16,7 +16,6 @@ from sage_ref.checks import (
     check_entries,
     check_heads,
     check_options,
-    check_protect,
     check_reverse_mode,
     check_share,
     is_number,
@@ -24,7 +23,7 @@ from sage_ref.checks import (
 )
 from sage_ref.shapes import in_working_dtype
 from sage_ref.sla2.api import dispatch, selected_mass
-from sage_ref.sla2.blocks import BlockSettings, block_count, into_blocks, selected_count
+from sage_ref.sla2.blocks import BlockSettings, block_count, selected_count
 from sage_ref.sla2.router import Relaxation, Router, Routing
 
 
@@ -63,10 +62,8 @@ check_averaged._dynamo_marked_constant = True
 class SLA2(nn.Module):
     """Sparse-linear attention with a learnable router; a drop-in for attention between any two sequences.
 
-    forward(query [B, H, Nq, D], key, value [B, Hkv, Nk, D], protect=None) returns [B, H, Nq, D] in the dtype of query.
-    Hkv < H is grouped-query attention; Hkv must divide H. protect is bool [Nk], True for keys that every query must
-    attend to: their blocks are chosen first, and count towards the selected ones. Magnitudes and derivatives are as in
-    `sage_ref.sparse_linear_attention`.
+    forward(query [B, H, Nq, D], key, value [B, Hkv, Nk, D]) returns [B, H, Nq, D] in the dtype of query. Hkv < H is
+    grouped-query attention; Hkv must divide H. Magnitudes and derivatives are as in `sage_ref.sparse_linear_attention`.
 
     stage(1) trains router and alpha through `relaxation`, with all blocks computed. stage(2), the initial state, is the
     real thing: hard Top-k, with alpha trained and the router frozen.
@@ -140,7 +137,7 @@ class SLA2(nn.Module):
             raise ValueError(f"query: expected {stored} blocks of queries, one per alpha of a head, got {query_blocks}")
 
     @torch.no_grad()
-    def initialize_alpha(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> None:
+    def initialize_alpha(self, query: Tensor, key: Tensor) -> None:
         """Set alpha to the mass rowsum(P1) that the selected blocks hold on these inputs, averaged where shared.
 
         Alpha is kept in [1e-4, 1 - 1e-4], where its logit is finite and can still learn. This is for one process: in a
@@ -150,17 +147,17 @@ class SLA2(nn.Module):
         Raises:
             ValueError: query or key holds a NaN, an infinity or an entry above 1e15. Alpha stays as it was.
         """
-        self.set_alpha(self.selected_mass(query, key, protect))
+        self.set_alpha(self.selected_mass(query, key))
 
-    def selected_mass(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+    def selected_mass(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the mean softmax mass of the selected blocks over the batch, [H, Tm]: per head and query block."""
         query, key, _ = check_heads(query, key, key, self.num_heads, self.head_dim, self.alpha_logit)
         check_entries(query=query, key=key)
-        return self.mass_of_heads(query, key, protect)
+        return self.mass_of_heads(query, key)
 
-    def mass_of_heads(self, query: Tensor, key: Tensor, protect: Tensor | None) -> Tensor:
+    def mass_of_heads(self, query: Tensor, key: Tensor) -> Tensor:
         """Compute `selected_mass` of checked arguments, for as many heads as query has."""
-        return selected_mass(query, key, self.routing(query, key, protect), self.settings, self.backend).mean(0)
+        return selected_mass(query, key, self.routing(query, key), self.settings, self.backend).mean(0)
 
     def set_alpha(self, mass: Tensor) -> None:
         """Set alpha from the mass [H, Tm] of every head's query blocks, averaged over the blocks that share it."""
@@ -169,43 +166,30 @@ class SLA2(nn.Module):
             mass = mass.mean(-1, keepdim=True)
         write(self.alpha_logit, mass.logit(eps=1e-4))
 
-    def block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+    def block_mask(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the hard choice, bool [B, H, Tm, Tn], for query and key with equally many heads."""
-        return self.routing(query, key, protect).block_mask(query, key, self.settings)
+        return self.routing(query, key).block_mask(query, key, self.settings)
 
     @torch.no_grad()
-    def routing(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Routing:
+    def routing(self, query: Tensor, key: Tensor) -> Routing:
         """Return the router's hard choice for queries and keys, still to be made."""
-        protected, count = self._protected(protect, key)
-        return Routing(*self.router.matrices(query), count, protected)
+        return Routing(*self.router.matrices(query), self._count(key))
 
-    def soft_block_mask(self, query: Tensor, key: Tensor, protect: Tensor | None = None) -> Tensor:
+    def soft_block_mask(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the weights of `relaxation`, [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
         c = softmax_scale(self.settings.scale, self.head_dim)
         scores = self.relaxation.scores_of(self.router(query, key), c)
-        protected, count = self._protected(protect, key)
-        others = scores
-        if protected is not None:
-            others, count = scores[..., ~protected], count - int(protected.sum())
-            if count == 0:
-                return protected.to(scores.dtype).expand_as(scores)
-        weights, _ = self.relaxation.block_weights(others, count)
-        return weights if protected is None else torch.ones_like(scores).masked_scatter(~protected, weights)
+        weights, _ = self.relaxation.block_weights(scores, self._count(key))
+        return weights
 
-    def _protected(self, protect: Tensor | None, key: Tensor) -> tuple[Tensor | None, int]:
-        """Return bool [Tn], the blocks with a protected key, or None; and how many blocks each query block selects."""
-        n_k, block_kv = key.shape[-2], self.settings.block_kv
-        count = selected_count(self.sparsity, block_count(n_k, block_kv))
-        if protect is None:
-            return None, count
-        check_protect(protect, n_k)
-        protected = into_blocks(protect.to(key.device)[:, None], block_kv).any(-2).squeeze(-1)
-        return protected, max(count, int(protected.sum()))
+    def _count(self, key: Tensor) -> int:
+        """Return how many key blocks each query block selects."""
+        return selected_count(self.sparsity, block_count(key.shape[-2], self.settings.block_kv))
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, protect: Tensor | None = None) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = self._checked(query, key, value)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
-        return dispatch(query, key, value, *self._choice(query, key, protect), alpha, self.backend)
+        return dispatch(query, key, value, *self._choice(query, key), alpha, self.backend)
 
     def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Check the inputs of a forward pass, and that DistributedDataParallel knows of all that trains."""
@@ -216,9 +200,9 @@ class SLA2(nn.Module):
             self._averaging_checked = not torch.compiler.is_compiling()
         return query, key, value
 
-    def _choice(self, query: Tensor, key: Tensor, protect: Tensor | None) -> tuple[Tensor | Routing, BlockSettings]:
+    def _choice(self, query: Tensor, key: Tensor) -> tuple[Tensor | Routing, BlockSettings]:
         """Return what chooses the blocks, in stage 1 the weights of `relaxation`, and the settings of this stage."""
         if self.current_stage == 2:
-            return self.routing(query, key, protect), self.settings
+            return self.routing(query, key), self.settings
         with torch.autocast(query.device.type, enabled=False):
-            return self.soft_block_mask(*in_working_dtype(query, key), protect), replace(self.settings, quantize=False)
+            return self.soft_block_mask(*in_working_dtype(query, key)), replace(self.settings, quantize=False)

@@ -215,11 +215,8 @@ class Routing(NamedTuple):
     proj_q: Tensor  # [D, D]
     proj_k: Tensor  # [D, D]
     count: int  # key blocks that each query block selects
-    protected: Tensor | None = None  # bool [Tn], key blocks that are selected first
 
     def block_mask(self, query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:
         """Return bool [..., Tm, Tn], `count` blocks in every row: query [..., Nq, D], key [..., Nk, D]."""
         logits = router_logits(query, key, self.proj_q, self.proj_k, settings).detach()
-        if self.protected is not None:
-            logits = logits.masked_fill(self.protected, math.inf)
         return top_blocks(logits, self.count)

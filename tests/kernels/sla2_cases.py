@@ -241,11 +241,11 @@ forward_level = lru_cache(maxsize=12)(run_level)
 gradients_after = lru_cache(maxsize=6)(run_gradients)
 
 
-def drawn_router(case: Case, count: int, protected: Tensor | None = None) -> Routing:
+def drawn_router(case: Case, count: int) -> Routing:
     """Draw projections that are not the identity."""
     generator = torch.Generator(DEVICE).manual_seed(case.head_dim)
     shape = (2, case.head_dim, case.head_dim)
-    return Routing(*torch.randn(shape, generator=generator, device=DEVICE), count, protected)
+    return Routing(*torch.randn(shape, generator=generator, device=DEVICE), count)
 
 
 def summed(case: Case, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

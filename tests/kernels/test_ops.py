@@ -191,9 +191,8 @@ class Sla2:
         tensors = sla2_cases.draw(case)
         tensors = tensors._replace(query=layout(tensors.query), key=layout(tensors.key))
         query, key, value, grad_output, block_mask, alpha = tensors
-        protected = torch.arange(case.blocks[3], device=DEVICE) == 2
-        router = sla2_cases.drawn_router(case, min(2, case.blocks[3]), protected)
-        chooser = (None, *router[:2], protected, router.count) if self.routed else (block_mask, *[None] * 3, 0)
+        router = sla2_cases.drawn_router(case, min(2, case.blocks[3]))
+        chooser = (None, *router) if self.routed else (block_mask, None, None, 0)
         arguments = query, key, value, alpha, *chooser, self.quantize
         kinds = [(True, True), (False, True)] if self.quantize else [(False, True), (False, False)]  # matched, save
         calls = [(self.kernel, (*arguments, matched, 0.125, save)) for matched, save in kinds]
@@ -432,16 +431,15 @@ def test_broadcast_masks_and_alphas_are_as_good_as_expanded_ones():
 # The modules
 
 
-@pytest.mark.parametrize(("operation", "protecting"), [*zip(ROUTED, (True, False), strict=True)])
-def test_the_module_gives_what_the_reference_backend_does(protecting, operation):
+@pytest.mark.parametrize("operation", ROUTED)
+def test_the_module_gives_what_the_reference_backend_does(operation):
     """Same blocks, same output, same gradients, alpha's logits included; projections, GQA, an alpha per block."""
     case = Sla2.Case(140, 200, "half", 32, 2, 1)
-    protect = torch.arange(case.n_k, device=DEVICE) >= case.n_k - 1 if protecting else None
     results = []
     for backend in ("triton", "reference"):
         module = operation.module(case, backend=backend, query_blocks=2)
         leaves = with_requested_gradients(operation.inputs(case)[:3])
-        output = module(*leaves, protect)
+        output = module(*leaves)
         output.backward(operation.grad_output(case))
         assert all(weight.grad is None for weight in module.router.parameters())
         results.append((output.detach(), *(x.grad for x in leaves), module.alpha_logit.grad))

@@ -1,4 +1,4 @@
-"""The modules SLA and SLA2: what they compute, what trains in each stage, alpha, protected keys, what they refuse."""
+"""The modules SLA and SLA2: what they compute, what trains in each stage, alpha, what they refuse."""
 
 import math
 from dataclasses import replace
@@ -148,18 +148,15 @@ def test_stage_1_weighs_both_branches_by_soft_top_k(n_q, n_k, scores):
     assert_close(model.double()(q, k, v), alpha * o_s + (1 - alpha) * o_l, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("protecting", [False, True])
 @pytest.mark.parametrize("relaxation", [PRINTED, replace(EQUATIONS_16_17, temperature=0.5)])
-def test_gradients_of_stage_1_pass_gradcheck_in_inputs_router_and_alpha(protecting, relaxation):
-    """Also beside protected keys, where they reach the router all the same."""
+def test_gradients_of_stage_1_pass_gradcheck_in_inputs_router_and_alpha(relaxation):
     qkv = [x.requires_grad_() for x in drawn_qkv(3, 7, 2, heads=1)]
     options = {"block_q": 2, "block_kv": 2, "query_blocks": 2, "relaxation": relaxation, "backend": "reference"}
     model = SLA2(2, 1, sparsity=0.5, **options).double().stage(1)
     named = {name: parameter.detach().requires_grad_() for name, parameter in model.named_parameters()}
-    protect = torch.arange(7) == 4 if protecting else None
 
     def output(q, k, v, *parameters):
-        return torch.func.functional_call(model, dict(zip(named, parameters, strict=True)), (q, k, v, protect))
+        return torch.func.functional_call(model, dict(zip(named, parameters, strict=True)), (q, k, v))
 
     leaves = [*qkv, *named.values()]
     assert torch.autograd.gradcheck(output, leaves)
@@ -204,56 +201,21 @@ def test_alpha_is_broadcast_or_one_per_block_of_queries():
 
 
 @pytest.mark.parametrize("query_blocks", [1, 3])
-@pytest.mark.parametrize("protecting", [False, True])
-def test_initial_alpha_is_the_mass_of_the_selected_blocks(query_blocks, protecting):
+def test_initial_alpha_is_the_mass_of_the_selected_blocks(query_blocks):
     """Mean over what shares it: the batch, the queries of a block and, for one alpha per head, the blocks."""
     q, k, _ = (torch.cat([x, x.flip(2) * 1.5]) for x in drawn_qkv(40, 50))
-    protect = torch.arange(50) == 44 if protecting else None
     model = module(query_blocks=query_blocks)
-    mass = (probabilities(q, k) * at_tokens(model.block_mask(q, k, protect), 40, 50)).sum(-1)
+    mass = (probabilities(q, k) * at_tokens(model.block_mask(q, k), 40, 50)).sum(-1)
     expected = torch.stack([part.mean((0, -1)) for part in mass.split(16, -1)], -1)
     if query_blocks == 1:
         expected = expected.mean(-1, keepdim=True)
-    model.initialize_alpha(q, k, protect)
+    model.initialize_alpha(q, k)
     assert_close(torch.sigmoid(model.alpha_logit.double()), expected, atol=1e-6, rtol=0)
     assert model.alpha_logit.requires_grad
     assert model.alpha_logit.dtype == torch.float32
     everything = module(query_blocks=query_blocks, sparsity=0.0)
     everything.initialize_alpha(q, k)  # a mass of 1: alpha stays where it can learn
     assert_close(everything.alpha(1, 3), torch.full((1, 2, 3), 1 - 1e-4), atol=1e-6, rtol=0)
-
-
-# Protected keys
-
-
-@pytest.mark.parametrize(
-    ("tokens", "blocks"),
-    [([], []), ([0], [0]), ([7, 8], [0, 1]), ([49], [6]), ([3, 20, 30, 41], [0, 2, 3, 5]), (range(50), range(7))],
-)
-def test_protected_keys_are_attended_to_by_every_query(tokens, blocks):
-    """7 blocks, of which 3 are selected: protected ones first, then the best of the rest, in both stages."""
-    q, k, v = drawn_qkv(40, 50)
-    protect = torch.zeros(50, dtype=torch.bool)
-    protect[tokens] = True
-    model = module()
-    count = max(3, len(blocks))
-    others = [j for j in range(7) if j not in blocks]
-    logits = model.router(q, k)
-    hard = model.block_mask(q, k, protect)
-    assert hard[..., blocks].all()
-    assert torch.equal(hard[..., others], top_blocks(logits[..., others], count - len(blocks)))
-    soft = model.soft_block_mask(q, k, protect)
-    assert (soft[..., blocks] == 1).all()
-    if count > len(blocks):
-        expected = soft_top_k(logits.softmax(-1)[..., others], count - len(blocks), 0.1)
-        assert torch.equal(soft[..., others], expected)
-    else:
-        assert not soft[..., others].any()
-    assert_close(soft.sum(-1), torch.full_like(soft[..., 0], count), atol=1e-6, rtol=0)
-    for stage in (1, 2):
-        output = model.stage(stage)(q, k, v, protect)
-        assert output.isfinite().all()
-        assert torch.equal(output, model(q, k, v)) == (not tokens)
 
 
 @STAGES
@@ -332,10 +294,9 @@ def test_a_compiled_module_is_one_graph_with_the_same_numbers(kind):
 @STAGES
 def test_it_moves_to_another_device(stage):
     qkv = drawn_qkv(40, 50)
-    protect = torch.arange(50) == 20  # stays where it is
     model = module(quantize=False).stage(stage)
-    expected = model(*qkv, protect)
-    output = model.cuda()(*(x.cuda() for x in qkv), protect)
+    expected = model(*qkv)
+    output = model.cuda()(*(x.cuda() for x in qkv))
     assert_close(output.cpu(), expected, atol=1e-6, rtol=0)
 
 

@@ -68,7 +68,6 @@ def forward(
     block_mask: Tensor | None,
     proj_q: Tensor | None,
     proj_k: Tensor | None,
-    protected: Tensor | None,
     count: int,
     quantize: bool,
     matched: bool,
@@ -78,10 +77,10 @@ def forward(
     """Compute O, and with save what the backward pass needs.
 
     That is O_s, L, H and Z, lists, complement; the block mask, if it is not given; the mean key or, matched, Q^, its
-    scales, K^ and its scales. Either block_mask, bool or weights, is given, or proj_q, proj_k, protected and count, the
-    number of blocks to select.
+    scales, K^ and its scales. Either block_mask, bool or weights, is given, or proj_q, proj_k and count, the number of
+    blocks to select.
     """
-    chooser = Routing(proj_q, proj_k, count, protected) if block_mask is None else block_mask
+    chooser = Routing(proj_q, proj_k, count) if block_mask is None else block_mask
 
     def compute(start: Start) -> list[Tensor]:
         level = forward_level(query.device, query.shape[3], quantize)
@@ -98,14 +97,12 @@ def forward(
             smoothed = [q_hat.values, q_hat.scale, k_hat.values, k_hat.scale]
         return [*result, prepared.inputs.sums, *choice.lists, choice.complement, *chosen, *smoothed]
 
-    inputs = query, key, value, alpha, block_mask, proj_q, proj_k, protected
+    inputs = query, key, value, alpha, block_mask, proj_q, proj_k
     with without_autocast(query):
         return list(recorded(("sla2_forward", count, quantize, matched, scale, save), inputs, compute))
 
 
-def fake_forward(
-    query, key, value, alpha, block_mask, proj_q, proj_k, protected, count, quantize, matched, scale, save
-):
+def fake_forward(query, key, value, alpha, block_mask, proj_q, proj_k, count, quantize, matched, scale, save):
     """Return tensors like those of `forward`, without their values: for torch.compile."""
     output = empty_in_layout_of(query)
     if not save:
@@ -230,10 +227,10 @@ def attention(
     weights in [0, 1], floating, which get one, but for those of 0.
     """
     if isinstance(chooser, Routing):
-        operands = (None, chooser.proj_q, chooser.proj_k, chooser.protected, chooser.count)
+        operands = (None, chooser.proj_q, chooser.proj_k, chooser.count)
     else:
         weights = chooser if chooser.dtype == torch.bool else chooser.to(torch.float32)
-        operands = (weights.contiguous(), None, None, None, 0)
+        operands = (weights.contiguous(), None, None, 0)
     alpha = alpha.to(torch.float32).contiguous()
     tensors = query, key, value, alpha, operands[0]
     needs_gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
@@ -251,9 +248,7 @@ def selected_mass(query: Tensor, key: Tensor, routing: Routing, settings: BlockS
     everything = torch.ones(blocks, dtype=torch.bool, device=query.device)
     tensors = query, key, key, everything[..., 0].float()
     options = False, False, softmax_scale(settings.scale, query.shape[3]), True
-    chosen = None, routing.proj_q, routing.proj_k, routing.protected, routing.count
-    selected, of_all = (
-        forward(*tensors, *chooser, *options)[2] for chooser in (chosen, (everything, None, None, None, 0))
-    )
+    chosen = None, routing.proj_q, routing.proj_k, routing.count
+    selected, of_all = (forward(*tensors, *chooser, *options)[2] for chooser in (chosen, (everything, None, None, 0)))
     mass = (selected - of_all)[..., : query.shape[2], None].clamp(max=0).exp2()
     return block_mean(mass, MASK_BLOCK_Q).squeeze(-1)

@@ -57,14 +57,12 @@ def sequence_mean(means: Tensor, n: int, block: int, start: Start = start_with_t
 
 @triton.jit
 def sla2_top_blocks_program(
-    scores_ptr, protected_ptr, mask_ptr, complement_ptr, entries_ptr, counts_ptr, columns, padded, count,
+    scores_ptr, mask_ptr, complement_ptr, entries_ptr, counts_ptr, columns, padded, count,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Select the `count` largest of one row of [Tm, Tn] scores; among equal ones those that come first."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     score = tl.load(scores_ptr + row * columns + column, mask=column < columns, other=0.0)
-    if protected_ptr is not None:
-        score = tl.where(tl.load(protected_ptr + column, mask=column < columns, other=0) != 0, float("inf"), score)
     # Unsigned integers in the order of the scores: NaN above infinity, -0 equal to 0.
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
     bits = tl.where(score != score, 0x7FFFFFFF, bits)
@@ -84,12 +82,10 @@ def sla2_top_blocks_program(
     store_list(selected.to(tl.int32), column, row, count, entries_ptr, counts_ptr)
 
 
-def top_blocks(
-    scores: Tensor, count: int, start: Start = start_with_triton, *, protected: Tensor | None = None
-) -> Choice:
+def top_blocks(scores: Tensor, count: int, start: Start = start_with_triton) -> Choice:
     """Select the `count` largest of each row of scores, ties as `sage_ref.sla2` breaks them.
 
-    scores: float32 [B, H, Tm, Tn]; count <= Tn. protected: bool [Tn], blocks whose scores count as infinite.
+    scores: float32 [B, H, Tm, Tn]; count <= Tn.
     """
     columns = scores.shape[-1]
     mask, complement = torch.empty_like(scores, dtype=torch.bool), empty_complement(scores)
@@ -97,7 +93,7 @@ def top_blocks(
         scores.new_empty(*scores.shape[:3], count, dtype=torch.int32),
         scores.new_empty(scores.shape[:3], dtype=torch.int32),
     )
-    arguments = scores, protected, mask, complement, *lists, columns, padded_columns(columns), count
+    arguments = scores, mask, complement, *lists, columns, padded_columns(columns), count
     grid, constants = (lists.counts.numel(),), {"WIDTH": row_width(columns)}
     start(sla2_top_blocks_program, grid, arguments, constants, options(columns))
     return Choice(mask, complement, lists)
@@ -109,15 +105,14 @@ def route(
     proj_q: Tensor,
     proj_k: Tensor,
     count: int,
-    protected: Tensor | None,
     start: Start = start_with_triton,
 ) -> Choice:
     """Choose blocks as SLA2's router with hard Top-k. q_bar [B, H, Tm, D], k_bar [B, Hkv, Tn, D], proj [D, D].
 
-    protected: bool [Tn], blocks chosen first. Smoothing K would change every score of a row alike, as would c.
+    Smoothing K would change every score of a row alike, as would c.
     """
     (batch, heads, rows, head_dim), columns = q_bar.shape, k_bar.shape[2]
     q_bar, k_bar = F.linear(q_bar, proj_q.float()), F.linear(k_bar, proj_k.float())
     # The heads that share a key head are one matrix: [B Hkv, H / Hkv Tm, D] x [B Hkv, D, Tn].
     scores = torch.bmm(q_bar.view(batch * k_bar.shape[1], -1, head_dim), k_bar.flatten(0, 1).mT)
-    return top_blocks(scores.view(batch, heads, rows, columns), count, start, protected=protected)
+    return top_blocks(scores.view(batch, heads, rows, columns), count, start)

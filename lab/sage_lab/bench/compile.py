@@ -297,7 +297,7 @@ def start_sla2(case: Case, start: Start) -> None:
     if case.kernel == "sla2_list" or case.kernel.endswith("_soft"):
         chooser = empty(1, 4, 3, 290, dtype=torch.bool if case.kernel == "sla2_list" else torch.float32)
     else:
-        chooser = Routing(projection, projection, 10, empty(290, dtype=torch.bool))
+        chooser = Routing(projection, projection, 10)
     level = case.level if is_forward(case) else 2 if case.kernel.endswith("_soft") else 3
     prepared = sla2_ladder.prepare(query, key, value, chooser, alpha, level, start, scale=0.1)
     forward = sla2_ladder.run_forward(prepared, level, start, scale=0.1, save=True)
