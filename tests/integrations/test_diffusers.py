@@ -79,14 +79,20 @@ def output_and_gradients_of(attention, tensors):
     return output, *torch.autograd.grad(output, leaves, do)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"scale": 0.2}, {"enable_gqa": True}], ids=["full", "causal", "scaled", "gqa"]
+    ("choice", "options", "dtype"),
+    [
+        ({}, {}, torch.float32),
+        ({"unbiased": True}, {"is_causal": True, "scale": 0.2}, torch.bfloat16),
+        ({"smooth_k": False}, {"enable_gqa": True}, torch.float32),
+    ],
 )
-def test_the_dispatcher_gets_what_float32_sdpa_gives_and_its_gradients(options, dtype):
+def test_the_dispatcher_gets_what_float32_sdpa_gives_and_its_gradients(choice, options, dtype):
     """[B, N, H, D], as diffusers has it. As far off as INT8 is, 2.2% here, and SageBwd's numbers to the last bit."""
-    heads = 2 if "enable_gqa" in options else 4
-    tensors = [torch.randn(2, 150, h, 32) for h in (4, heads, heads)]
+    register(backend="reference", **choice)  # again, which changes the options
+    tensors = (
+        [torch.randn(2, 150, h, 32) for h in (4, 2, 2)] if "enable_gqa" in options else [*torch.randn(3, 2, 150, 4, 32)]
+    )
     dispatch = partial(attention_dispatch.dispatch_attention_fn, **options)
     exact = output_and_gradients_of(partial(dispatch, backend="native"), tensors)
     tensors = [x.to(dtype) for x in tensors]
@@ -94,7 +100,7 @@ def test_the_dispatcher_gets_what_float32_sdpa_gives_and_its_gradients(options, 
 
     def public(*tensors):
         heads_first = (x.transpose(1, 2) for x in tensors)
-        return sagebwd_attention(*heads_first, **options, backend="reference").transpose(1, 2)
+        return sagebwd_attention(*heads_first, **options, **choice, backend="reference").transpose(1, 2)
 
     for found, expected, same in zip(ours, exact, output_and_gradients_of(public, tensors), strict=True):
         assert torch.equal(found, same)
@@ -149,22 +155,12 @@ def test_padding_is_honoured():
     assert not any(gradient[1, 100:].any() for gradient in ours[2:])
 
 
-def test_names_are_checked_and_options_can_be_changed():
-    tensors = [torch.randn(2, 150, 2, 32) for _ in range(3)]
-    tensors[1] += 20  # what all keys share
-    smooth = attention_dispatch.dispatch_attention_fn(*tensors, backend="sagebwd")
-    members = len(attention_dispatch.AttentionBackendName)
-    register(backend="reference", unbiased=True)
-    unbiased = attention_dispatch.dispatch_attention_fn(*tensors, backend="sagebwd")
-    register(backend="reference", smooth_k=False)
-    assert len(attention_dispatch.AttentionBackendName) == members
-    rough = attention_dispatch.dispatch_attention_fn(*tensors, backend="sagebwd")
-    exact = attention_dispatch.dispatch_attention_fn(*tensors, backend="native")
-    assert relative_l2(rough, exact) > 2 * relative_l2(smooth, exact)
-    assert 1e-4 < relative_l2(unbiased, smooth) < 0.04
-    for name, message in [("native", "one that diffusers doesn't have, got 'native'"), ("Sage", "a string in lower")]:
-        with pytest.raises(ValueError, match=f"^name: expected {message}"):
-            register(name)
+@pytest.mark.parametrize(
+    ("name", "message"), [("native", "one that diffusers doesn't have, got 'native'"), ("Sage", "a string in lower")]
+)
+def test_a_name_that_does_not_fit_is_an_error(name, message):
+    with pytest.raises(ValueError, match=f"^name: expected {message}"):
+        register(name)
 
 
 # SLA2, as a part of a model
@@ -185,21 +181,14 @@ def test_sla2_takes_the_self_attention_and_with_all_blocks_it_is_exact(video):
     torch.testing.assert_close(our_grad, exact_grad, rtol=1e-3, atol=1e-4)
 
 
-def test_router_and_alpha_are_parameters_that_train_by_stages(video):
+def test_router_and_alpha_become_parameters_that_train_by_stages():
     model = wan()
     before = set(dict(model.named_parameters()))
     install_sla2(model, sparsity=0.5, **BLOCKS)
-    added = {name: p for name, p in model.named_parameters() if name not in before}
-    prefix = "blocks.{}.attn1.processor.attention."
-    parts = ("alpha_logit", "router.proj_q.weight", "router.proj_k.weight")
-    assert set(added) == {prefix.format(i) + part for i in (0, 1) for part in parts}
-    for number, routers_train in ((1, True), (2, False)):
+    for number, parts in ((1, ("alpha_logit", "router.proj_q.weight", "router.proj_k.weight")), (2, ("alpha_logit",))):
         stage(model, number)
-        model.zero_grad()
-        model(**video).sample.square().sum().backward()
-        for name, parameter in added.items():
-            trains = routers_train or name.endswith("alpha_logit")
-            assert (parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)) == trains, (number, name)
+        training = {name for name, x in model.named_parameters() if name not in before and x.requires_grad}
+        assert training == {f"blocks.{i}.attn1.processor.attention.{part}" for i in (0, 1) for part in parts}
 
 
 def test_alpha_starts_from_the_mass_of_the_selected_blocks(video):
@@ -242,7 +231,6 @@ def aligned(model):
 SAVED = {  # dtype, then arguments of save_pretrained and of from_pretrained; the folder has a float32 file, too
     "one file": (torch.float32, {}, {}),
     "many files": (torch.bfloat16, {"max_shard_size": "20KB", "variant": "bf16"}, {"variant": "bf16"}),
-    "variant": (torch.float16, {"variant": "fp16"}, {"variant": "fp16"}),
 }
 
 
@@ -261,9 +249,6 @@ def test_a_saved_model_has_the_same_bits_and_dtype_when_it_is_loaded(video, tmp_
     for (name, ours), (saved_name, saved) in zip(other.named_parameters(), model.named_parameters(), strict=True):
         assert (name, ours.dtype, ours.requires_grad) == (saved_name, saved.dtype, saved.requires_grad)
         assert torch.equal(ours, saved)
-    by_state = with_trained_sla2().to(dtype)
-    by_state.load_state_dict(model.state_dict())
-    assert torch.equal(by_state(**video).sample, model(**video).sample)
 
 
 def test_a_new_router_is_never_started_unnoticed(video, tmp_path):
@@ -386,19 +371,27 @@ def test_both_together_and_only_where_asked(video):
     module.register_forward_hook(lambda *_: calls.append(1))
     assert relative_l2(model(**video).sample, of_sla2) > 1e-5
     assert calls == [1]
-    for call in (lambda: stage(wan(), 1), lambda: initialize_alpha(wan(), **video)):
-        with pytest.raises(ValueError, match=r"^model: expected one with SLA2 .*, got one without$"):
-            call()
-    with pytest.raises(ValueError, match=r"^names: expected keys of attn_processors, .*, got 'attn1'$"):
-        install_sla2(model, ["attn1"])
-    with pytest.raises(
-        ValueError, match="^model: expected attention processors of diffusers, got a model without any$"
-    ):
-        install_sla2(torch.nn.Linear(2, 2))
-    pipeline = SimpleNamespace(transformer=model, config={})
-    for function, *rest in ((install_sla2,), (stage, 1), (initialize_alpha,)):
-        with pytest.raises(TypeError, match=r"^model: expected a torch.nn.Module, got SimpleNamespace$"):
-            function(pipeline, *rest)
+
+
+NO_PROCESSORS = torch.nn.Linear(2, 2)
+PIPELINE = SimpleNamespace(transformer=NO_PROCESSORS, config={})
+MISTAKES = [
+    (partial(stage, NO_PROCESSORS, 1), r"model: expected one with SLA2 .*, got one without$"),
+    (partial(initialize_alpha, NO_PROCESSORS), r"model: expected one with SLA2 .*, got one without$"),
+    (partial(install_sla2, NO_PROCESSORS, ["attn1"]), r"names: expected keys of attn_processors, .*, got 'attn1'$"),
+    (
+        partial(install_sla2, NO_PROCESSORS),
+        "model: expected attention processors of diffusers, got a model without any$",
+    ),
+    (partial(install_sla2, PIPELINE), "model: expected a torch.nn.Module, got SimpleNamespace$"),
+    (partial(stage, PIPELINE, 1), "model: expected a torch.nn.Module, got SimpleNamespace$"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), MISTAKES)
+def test_a_model_that_does_not_fit_is_an_error(call, message):
+    with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+        call()
 
 
 def test_a_processor_that_layers_share_stays_theirs(video):
@@ -411,48 +404,45 @@ def test_a_processor_that_layers_share_stays_theirs(video):
     assert 1e-6 < relative_l2(model(**video).sample, expected) < 0.01
 
 
-class Twice:
-    """A processor with a second attention, to an image, as IP-Adapters have."""
+class Processor:
+    """One that attends as it is told."""
+
+    def __init__(self, attend):
+        self.attend = attend
 
     def __call__(self, layer, hidden_states, *_):
         x = hidden_states.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return (attend(x, x, x) + attend(x, x[:, :, :4], x[:, :, :4])).transpose(1, 2).flatten(-2)
+        return self.attend(x).transpose(1, 2).flatten(-2)
 
 
-class Mute:
-    """A processor that attends by itself."""
-
-    def __call__(self, layer, hidden_states, *_):
-        return hidden_states
-
-
-class Masked(Mute):
-    """A processor that hands SDPA what SLA2 doesn't know."""
-
-    def __init__(self, **options):
-        self.options = options
-
-    def __call__(self, layer, hidden_states, *_):
-        x = hidden_states.unflatten(-1, (layer.heads, -1)).transpose(1, 2)
-        x = torch.nn.functional.scaled_dot_product_attention(x, x, x, **self.options)
-        return x.transpose(1, 2).flatten(-2)
+def with_an_image(x):
+    """Attend also to an image, as IP-Adapters do."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(x, x, x) + attend(x, x[:, :, :4], x[:, :, :4])
 
 
-UNKNOWN = [
-    (Mute(), r"processor: expected one that calls F\.scaled_dot_product_attention, .*, got Mute$"),
-    (Twice(), "processor: expected one self-attention, got a second attention, of 4 keys$"),
-    (Masked(attn_mask=torch.ones(1, 1, dtype=torch.bool)), "mask: expected none, "),
-    (Masked(dropout_p=0.1), "dropout: expected none, "),
-    (Masked(is_causal=True), "is_causal: expected none, "),
-    (Masked(scale=1.0), "scale: expected none, "),
-]
+def with_options(**options):
+    return lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, **options)
 
 
-@pytest.mark.parametrize(("processor", "message"), UNKNOWN, ids=["mute", "twice", "mask", "dropout", "causal", "scale"])
-def test_a_processor_that_sla2_can_not_serve_is_an_error(video, processor, message):
+UNKNOWN = {  # how a processor attends
+    "by itself": (
+        lambda x: x,
+        r"processor: expected one that calls F\.scaled_dot_product_attention, .*, got Processor$",
+    ),
+    "twice": (with_an_image, "processor: expected one self-attention, got a second attention, of 4 keys$"),
+    "mask": (with_options(attn_mask=torch.ones(1, 1, dtype=torch.bool)), "mask: expected none, "),
+    "dropout": (with_options(dropout_p=0.1), "dropout: expected none, "),
+    "causal": (with_options(is_causal=True), "is_causal: expected none, "),
+    "scale": (with_options(scale=1.0), "scale: expected none, "),
+}
+
+
+@pytest.mark.parametrize("how", UNKNOWN)
+def test_a_processor_that_sla2_can_not_serve_is_an_error(video, how):
+    attend, message = UNKNOWN[how]
     model = wan(layers=1)
-    model.blocks[0].attn1.set_processor(processor)
+    model.blocks[0].attn1.set_processor(Processor(attend))
     install_sla2(model, **BLOCKS)
     with pytest.raises(ValueError, match=f"^{message}"):
         model(**video)

@@ -1,5 +1,6 @@
 """The INT8 quantiser and its integer matmul."""
 
+import itertools
 import math
 
 import pytest
@@ -35,8 +36,8 @@ def scale_of_every_entry(q: QuantizedTensor) -> torch.Tensor:
 
 
 @given(
-    size=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    block=st.tuples(st.none() | st.integers(1, 50), st.none() | st.integers(1, 50)),
+    size=st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    block=st.tuples(st.none() | st.integers(1, 25), st.none() | st.integers(1, 25)),
     rounding=st.sampled_from(ROUNDINGS),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]),
     exponent=st.integers(-12, 4),
@@ -70,11 +71,10 @@ def test_nearest_rounds_ties_to_even_and_away_from_zero_alike():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_values_too_small_for_their_dtype_never_change_sign(dtype, rounding):
+def test_values_too_small_for_their_dtype_never_change_sign(dtype):
     """Where max|X|/127 underflows, X/s could leave [-127, 127] and wrap around in int8."""
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    for multiple in (1, 60, 190, 1000, 20000):
+    for rounding, multiple in itertools.product(ROUNDINGS, (1, 60, 190, 1000, 20000)):
         x = torch.tensor([[1.0, -1.0, 0.5]], dtype=torch.float64) * multiple * smallest
         x = x.to(dtype)
         result = quantize(x, rounding=rounding, generator=seeded(0)).dequantize().to(x.dtype)
@@ -87,8 +87,7 @@ def test_stochastic_rounding_is_unbiased():
     (exceeded by chance once in 3500 runs), 4.5 for their sum."""
     draws, x = 2000, gaussian(1, 500)
     ratio = x / (x.abs().max() / 127)
-    generator = seeded(0)
-    values = torch.cat([quantize(x, rounding="stochastic", generator=generator).values for _ in range(draws)]).double()
+    values = quantize(x.repeat(draws, 1), (1, None), "stochastic", seeded(0)).values.double()
     assert torch.equal(values.amin(0, keepdim=True) == values.amax(0, keepdim=True), ratio.abs() == 127)
     assert ((values - ratio).abs() < 1 + 1e-9).all()
     fraction = (ratio - ratio.floor())[ratio.abs() < 127]
@@ -129,9 +128,8 @@ def test_stochastic_rounding_draws_from_the_generator_given():
         assert torch.equal(quantize(x, rounding="stochastic").values, a)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_nan_and_infinity_stay_in_their_block(bad, rounding):
+@pytest.mark.parametrize(("rounding", "bad"), [*zip(ROUNDINGS, (math.nan, math.inf, -math.inf), strict=True)])
+def test_nan_and_infinity_stay_in_their_block(rounding, bad):
     x = gaussian(2, 10, 10)
     clean = quantize(x, (4, 4), rounding, seeded(0)).dequantize()
     x[1, 5, 9] = bad
@@ -142,8 +140,8 @@ def test_nan_and_infinity_stay_in_their_block(bad, rounding):
         torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("contraction", [1, 7, 1024, 1025, 5000])
-@pytest.mark.parametrize("values", [(-128, 128), (125, 128), (-128, -125)])
+@pytest.mark.parametrize("contraction", [1, 1024, 1025, 5000])
+@pytest.mark.parametrize("values", [(-128, 128), (-128, -125)])
 def test_integer_matmul_is_exact(contraction, values):
     a = torch.randint(*values, (2, 1, 5, contraction), generator=seeded(0), dtype=torch.int8)
     b = torch.randint(*values, (3, contraction, 4), generator=seeded(1), dtype=torch.int8)
@@ -154,25 +152,31 @@ def test_integer_matmul_is_exact(contraction, values):
     assert integer_matmul(longest, longest.mT).item() == 2**31 - 2**14
 
 
-LONGER = torch.zeros(1, 2**17, dtype=torch.int8)
+INT8, LONGER = torch.ones(2, 3, 4, dtype=torch.int8), torch.zeros(1, 2**17, dtype=torch.int8)
 BLOCKS, ONE_SCALE = quantize(gaussian(8, 8), (4, 2)), quantize(gaussian(8, 8))
 SCALES = "expected one scale along the contraction, got"
 REFUSED = [
-    (integer_matmul, (LONGER, LONGER.mT), "a: expected at most 131071 columns .* got 131072"),
-    (integer_matmul, (LONGER[:, :8], LONGER[:, :4]), "b: expected 8 rows, as many as a has columns"),
-    (quantized_matmul, (BLOCKS, ONE_SCALE), f"a: {SCALES} 4"),
-    (quantized_matmul, (ONE_SCALE, BLOCKS), f"b: {SCALES} 2"),
+    (integer_matmul, (None, INT8), TypeError, "a: expected a torch.Tensor, got NoneType"),
+    (integer_matmul, (INT8, INT8.to_sparse()), TypeError, "b: expected a dense tensor"),
+    (integer_matmul, (INT8, INT8.float()), TypeError, "b: expected dtype torch.int8, got torch.float32"),
+    (integer_matmul, (INT8.to("meta"), INT8), ValueError, "a: expected a device that holds data, got meta"),
+    (integer_matmul, (INT8[0, 0], INT8), ValueError, r"a: expected at least 2 dimensions, got shape \(4,\)"),
+    (integer_matmul, (INT8, INT8.mT.repeat(2, 1, 1)), ValueError, "b: expected to broadcast with a"),
+    (quantized_matmul, (INT8, INT8), TypeError, "a: expected a QuantizedTensor, got Tensor"),
+    (integer_matmul, (LONGER, LONGER.mT), ValueError, "a: expected at most 131071 columns .* got 131072"),
+    (integer_matmul, (LONGER[:, :8], LONGER[:, :4]), ValueError, "b: expected 8 rows, as many as a has columns"),
+    (quantized_matmul, (BLOCKS, ONE_SCALE), ValueError, f"a: {SCALES} 4"),
+    (quantized_matmul, (ONE_SCALE, BLOCKS), ValueError, f"b: {SCALES} 2"),
 ]
 
 
-@pytest.mark.parametrize(("function", "arguments", "message"), REFUSED)
-def test_what_is_refused_is_named(function, arguments, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(("function", "arguments", "error", "message"), REFUSED)
+def test_what_is_refused_is_named(function, arguments, error, message):
+    with pytest.raises(error, match=f"^{message}"):
         function(*arguments)
 
 
-@pytest.mark.parametrize("a_rows", [1, 4, None])
-@pytest.mark.parametrize("b_columns", [1, 4, None])
+@pytest.mark.parametrize(("a_rows", "b_columns"), [(1, 4), (4, None), (None, 1)])
 def test_quantized_matmul_is_the_matmul_of_the_dequantized(a_rows, b_columns):
     a = quantize(gaussian(2, 10, 30), (a_rows, None))
     b = quantize(gaussian(2, 30, 7, seed=1), (None, b_columns))

@@ -9,7 +9,7 @@ from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_backward, attention_forward
-from sage_ref.quantization import fake_quantize, quantize, quantized_matmul
+from sage_ref.quantization import quantize, quantized_matmul
 from sage_ref.sagebwd import (
     MATMULS,
     SageBwdFunction,
@@ -56,11 +56,10 @@ def errors(tensors, **changes):
 
 
 @pytest.mark.parametrize(("is_causal", "smooth_k", "smooth_q"), SWITCHES)
-@pytest.mark.parametrize("scale", [None, 0.4])
-def test_without_quantisation_it_is_exact_attention(inputs, is_causal, smooth_k, smooth_q, scale):
+def test_without_quantisation_it_is_exact_attention(inputs, is_causal, smooth_k, smooth_q):
     q, k, v, do = inputs(40, 55, 16)
     q, k = q + torch.linspace(-3, 3, 16), k + torch.linspace(4, -4, 16)  # an offset that all tokens share
-    options = {"is_causal": is_causal, "scale": scale}
+    options = {"is_causal": is_causal, "scale": 0.4}
     settings = SageBwdSettings(
         smooth_k=smooth_k, smooth_q=smooth_q, block_q=16, block_kv=8, exact_matmuls=MATMULS, **options
     )
@@ -70,32 +69,30 @@ def test_without_quantisation_it_is_exact_attention(inputs, is_causal, smooth_k,
         assert_close(ours, exact, atol=1e-10, rtol=0)
 
 
-SHAPES = [  # Nq, Nk, D, block_q, block_kv
-    (1, 1, 1, 64, 64), (3, 3, 7, 64, 64), (64, 1, 32, 64, 64), (1, 70, 64, 64, 64), (113, 203, 64, 64, 64),
-    (70, 45, 7, 16, 32), (45, 90, 32, 32, 16), (50, 33, 1, 7, 5),
+SHAPES = [  # Nq, Nk, D, block_q, block_kv, scale
+    (1, 1, 1, 64, 64, None), (64, 1, 32, 64, 64, -0.4), (1, 70, 64, 64, 64, None), (113, 203, 64, 64, 64, None),
+    (70, 45, 7, 16, 32, -0.4), (50, 33, 1, 7, 5, None),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("scale", [None, -0.4])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tiled_and_whole_give_the_same_numbers(inputs, shape, is_causal, scale):
-    options = {"is_causal": is_causal, "scale": scale, "block_q": shape[3], "block_kv": shape[4]}
+def test_tiled_and_whole_give_the_same_numbers(inputs, shape, is_causal):
+    options = {"is_causal": is_causal, "block_q": shape[3], "block_kv": shape[4], "scale": shape[5]}
     for by_tiles, at_once in both(inputs(*shape[:3]), **options):
         assert_close(by_tiles, at_once, atol=1e-11, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tiled_and_whole_agree_in_the_dtypes_of_training(inputs, dtype):
+def test_tiled_and_whole_agree_in_the_dtype_of_training(inputs):
     """float32 sums in another order, so a value near a tie can be rounded to the other side. Kernels get 2e-3 too."""
-    for i, (by_tiles, at_once) in enumerate(both(inputs(100, 130, 32, dtype=dtype))):
-        assert by_tiles.dtype == at_once.dtype == (torch.float32 if i == 1 else dtype)  # L
+    for i, (by_tiles, at_once) in enumerate(both(inputs(100, 130, 32, dtype=torch.bfloat16))):
+        assert by_tiles.dtype == at_once.dtype == (torch.float32 if i == 1 else torch.bfloat16)  # L
         assert relative_l2(by_tiles, at_once) < 2e-3
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("smooth_k", [False, True])
-@pytest.mark.parametrize("granularity", ["block", "row"])
+@pytest.mark.parametrize(
+    ("granularity", "smooth_k", "is_causal"), [("row", True, True), ("row", False, False), ("block", False, True)]
+)
 @pytest.mark.parametrize("bad_input", [None, *range(4)])
 def test_gradients_are_sums_over_tiles_with_the_scales_asked_for(inputs, bad_input, granularity, smooth_k, is_causal):
     """What the algorithms leave out: given P and dS, the INT8 products of every tile that is visited, NaN and all."""
@@ -118,24 +115,6 @@ def test_gradients_are_sums_over_tiles_with_the_scales_asked_for(inputs, bad_inp
         assert_close(ours, expected, atol=1e-11, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("order", ["drawn", "rising", "falling"])
-@pytest.mark.parametrize("offset", [-1000, 1000])
-def test_the_online_softmax_of_any_tile_order_is_the_softmax(order, offset):
-    """L must be exact where INT8 loses nothing, wherever the maximum comes and however far the scores are from 0.
-
-    S = q . k with q = (1, 1, 1) and k = (what varies, offset, offset). What varies has mean 0, so smoothing takes the
-    offset and leaves it: one number in a tile of one key, which is on the grid.
-    """
-    varying = torch.linspace(-1000, 1000, 40, dtype=torch.float64)[:, None]
-    shuffled = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    varying = {"drawn": varying[shuffled], "rising": varying, "falling": -varying}[order]
-    k = torch.cat([varying, torch.full((40, 2), offset).double()], -1)
-    q = torch.ones(40, 3, dtype=torch.float64)
-    _, log_sum_exp = tiled_forward(q, k, varying, is_causal=True, block_q=2, block_kv=1, scale=1.0)
-    expected = attention_forward(q, k, varying, is_causal=True, scale=1.0).log_sum_exp
-    assert_close(log_sum_exp, expected, rtol=1e-11, atol=1e-10)
-
-
 def test_the_errata_are_mended(inputs):
     """Each erratum, as printed, is far from exact attention here, or not finite.
 
@@ -155,7 +134,7 @@ def test_the_errata_are_mended(inputs):
         assert relative_l2(ours, theirs) < 0.05
 
 
-@pytest.mark.parametrize(("sigma", "granularity"), [(1, "row"), (3, "block"), (5, "block")])
+@pytest.mark.parametrize(("sigma", "granularity"), [(1, "row"), (5, "block")])
 def test_errors_come_within_a_third_of_the_papers_table(inputs, sigma, granularity):
     q, k, v, do = inputs(512, 512, 64)
     measured = errors((q * sigma, k * sigma, v, do), granularity=granularity)
@@ -170,12 +149,11 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("matmul", CHANGED)
-@pytest.mark.parametrize("smooth_q", [False, True])
-def test_each_matmul_changes_what_depends_on_it_and_nothing_else(inputs, matmul, smooth_q):
+def test_each_matmul_changes_what_depends_on_it_and_nothing_else(inputs, matmul):
     tensors, changed = inputs(40, 50, 16), set(CHANGED[matmul].split())
 
     def results(exact_matmuls):
-        settings = SageBwdSettings(block_q=16, block_kv=16, smooth_q=smooth_q, exact_matmuls=exact_matmuls)
+        settings = SageBwdSettings(block_q=16, block_kv=16, smooth_q=True, exact_matmuls=exact_matmuls)
         log_sum_exp = sagebwd_forward(*tensors[:3], settings).log_sum_exp
         return sagebwd_intermediates(*tensors, settings) | {"L": log_sum_exp}
 
@@ -185,29 +163,18 @@ def test_each_matmul_changes_what_depends_on_it_and_nothing_else(inputs, matmul,
         assert 1e-4 < relative_l2(quantized[name], exact[name]) < 0.1
 
 
-def test_grad_probabilities_round_both_operands_by_block(inputs):
-    """dP in INT8, an option that no algorithm has."""
-    q, k, v, do = inputs(40, 50, 16)
-    exact = tuple(m for m in MATMULS if m != "dP")
-    _, backward = whole_passes(q, k, v, do, SageBwdSettings(block_q=16, block_kv=8, exact_matmuls=exact))
-    expected = fake_quantize(do, (16, None)) @ fake_quantize(v, (8, None)).mT
-    assert_close(backward.grad_probabilities, expected, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_gqa_is_attention_with_the_heads_repeated(inputs, kv_heads, is_causal):
-    q, k, v, do = inputs(30, 40, 16, heads=4, kv_heads=kv_heads)
-    settings = SageBwdSettings(is_causal=is_causal, block_q=16, block_kv=16)
+def test_gqa_is_attention_with_the_heads_repeated(inputs):
+    q, k, v, do = inputs(30, 40, 16, heads=4, kv_heads=2)
+    settings = SageBwdSettings(block_q=16, block_kv=16)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    shared = [x.repeat_interleave(4 // kv_heads, 1) for x in leaves[1:]]
+    shared = [x.repeat_interleave(2, 1) for x in leaves[1:]]
     outputs = reference_attention(*leaves, settings), SageBwdFunction.apply(q, *shared, settings)[0]
     ours, expected = ((output, *torch.autograd.grad(output, leaves, do)) for output in outputs)
     for x, y in zip(ours, expected, strict=True):
         assert_close(x, y, atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_autograd_hands_back_what_the_functions_compute(inputs, dtype):
     q, k, v, do = inputs(33, 40, 16, dtype=dtype)
     settings = SageBwdSettings(is_causal=True, smooth_q=True, block_q=16)
