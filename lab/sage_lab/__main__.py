@@ -24,18 +24,12 @@ COMMANDS = {
     "choose": ("bench.choose", "choose launch settings for GPUs that this machine lacks, by compiling candidates"),
     "info": ("experiments.info", "show this machine, the versions, and the backend that 'auto' chooses"),
     "tables": ("experiments.tables", "compute the SageBwd paper's two tables of errors again"),
-    "full-batch": (
-        "experiments.full_batch",
-        "train without gradient noise, to see whether SageBwd falls behind and remedies help",
-    ),
     "pretrain": ("experiments.pretrain", "pre-train language models that differ in their attention; a rerun continues"),
     "train-router": ("experiments.router_fit", "fit SLA2's router and alpha to full attention"),
-    "matched": ("experiments.matched", "compare SLA2's printed backward pass with one that matches the forward"),
     "video train": ("experiments.video.command", "pre-train a video model with full attention"),
     "video finetune": ("experiments.video.command", "fine-tune it with SLA2 and with every ablation, and compare them"),
     "video speed": ("experiments.video.command", "time it with SLA2 in turn with other attentions"),
     "noise": ("experiments.gradient_noise", "compare gradient noise with the bias of quantisation, on checkpoints"),
-    "capture": ("experiments.capture", "save the attention inputs of a pre-trained model"),
 }
 
 

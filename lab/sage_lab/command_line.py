@@ -43,7 +43,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from types import ModuleType, NoneType
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 DONE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 PARENT = "SAGE_REF_PARENT"  # the process that this one ends with
@@ -266,24 +266,6 @@ positive_number = _number(lambda x: 0 < x < math.inf, "a number above 0")
 zero_to_one = _number(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 
 
-class Tile(NamedTuple):
-    """The size of a tile of scores, written as 128x64."""
-
-    block_q: int
-    block_kv: int
-
-    def __str__(self) -> str:
-        return f"{self.block_q}x{self.block_kv}"
-
-
-def tile_size(text: str) -> Tile:
-    try:
-        block_q, block_kv = text.split("x")
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected two numbers such as 128x64, got {text!r}") from None
-    return Tile(positive(block_q), positive(block_kv))
-
-
 def input_file(text: str) -> Path:
     """Return the path of a file that can be read. A pipe is refused: without a writer it would be waited for."""
     path = Path(text)
@@ -322,7 +304,7 @@ def _output_path(text: str, kind: str, is_kind: Callable[[Path], bool], inside: 
     return path
 
 
-METAVARS = {input_file: "FILE", output_file: "FILE", output_folder: "FOLDER", tile_size: "BQxBKV"}
+METAVARS = {input_file: "FILE", output_file: "FILE", output_folder: "FOLDER"}
 
 
 def device(text: str) -> str:

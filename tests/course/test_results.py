@@ -2,11 +2,13 @@
 
 import copy
 import math
-from dataclasses import asdict
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from sage_course.results import claims, full_batch
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
+from sage_course.results.full_batch import CONTROLS, TRUTH, Training
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import (
     Interval,
@@ -15,7 +17,6 @@ from sage_course.results.pretraining import (
     paired_differences,
     pretrain_runs,
 )
-from sage_lab.experiments.full_batch import CONTROLS, TRUTH, FullBatchPlan, planned
 from sage_lab.records import Record, read_record
 
 RUNS, LAYERS = read_record("pretrain_h200"), read_record("layers_h200")
@@ -120,22 +121,25 @@ def test_a_run_without_qk_norm_that_diverges_at_the_large_step_counts(qk_norm, s
     assert (verdicts(with_runs(lost))[3] == SUPPORTED) == counts
 
 
-PLAN = FullBatchPlan(learning_rates=(0.1,), seeds=(0, 1, 2), halvings=2, remedies=("two terms", "V smoothed"))
 CONTROL = 0.001  # nats, of "bf16"; the second control has less
-WHERE = {"plan": asdict(PLAN), "gpu": "a GPU", "commit": "0123456789", "date": "2026-01-01"}
+COLUMNS = ["step", "exact_loss", "gradient_error"]
+ARMS = (TRUTH, *CONTROLS, "per tile", "per row", "kernels", "kernels, unbiased")
+REMEDIES = ("two terms", "V smoothed")
+PLAN = {"tokens": 2**18, "learning_rates": [0.1], "seeds": [0, 1, 2], "margin": 2.0, "arms": ARMS, "remedies": REMEDIES}
+WHERE = {"plan": PLAN, "curve": COLUMNS, "gpu": "a GPU", "commit": "0123456789", "date": "2026-01-01"}
 
 
 def record_of(behind):
-    """Return all runs that the plan asks for. behind(run): nats above exact attention at the end; None: it diverged."""
-    finished, controls = {}, {TRUTH: 0.0, CONTROLS[0]: CONTROL, CONTROLS[1]: CONTROL / 2}
-    while left := [run for run in planned(PLAN, finished) if run not in finished]:
-        for run in left:
-            more = controls[run.arm] if run.arm in controls else behind(run)
-            loss = None if more is None else 2.0 + more
-            curve = [[step, None, loss or math.nan, loss or math.nan, 1.0, 0.02, 0.03, 1e-4, 2.0] for step in range(4)]
-            stars = {"tokens_at_bias": 2e4, "tokens_at_bias_here": 1.5e4, "diverged": None, "seconds": 1.0, "steps": 3}
-            finished[run] = run.facts | stars | {"final_loss": loss, "curve": curve}
-    return Record(WHERE, list(finished.values()))
+    """Return runs of all arms and remedies. behind(run): nats above exact attention at the end; None: it diverged."""
+    rows, controls = [], {TRUTH: 0.0, CONTROLS[0]: CONTROL, CONTROLS[1]: CONTROL / 2}
+    remedies = [f"{base}: {remedy}" for base in ("per tile", "per row") for remedy in REMEDIES]
+    for arm, qk_norm, seed in product((*ARMS, *remedies), (False, True), PLAN["seeds"]):
+        run = {"arm": arm, **Training(qk_norm, 0.1, seed)._asdict(), "batch_tokens": PLAN["tokens"]}
+        more = controls[arm] if arm in controls else behind(SimpleNamespace(**run))
+        loss = None if more is None else 2.0 + more
+        curve = [[step, loss or math.nan, 0.02] for step in range(4)]
+        rows.append(run | {"final_loss": loss, "curve": curve})
+    return Record(WHERE, rows)
 
 
 def is_printed(run):

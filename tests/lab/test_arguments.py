@@ -9,14 +9,12 @@ from sage_lab.command_line import (
     POSITIONAL,
     Arguments,
     Parser,
-    Tile,
     add_options,
     from_zero,
     input_file,
     output_folder,
     positive,
     read_arguments,
-    tile_size,
 )
 
 
@@ -25,7 +23,6 @@ class Try(Arguments):
     files: Annotated[tuple[Path, ...], POSITIONAL, input_file, "what to read"]
     layers: Annotated[tuple[int, ...], from_zero]
     cube: Annotated[tuple[int, int], positive] = (4, 2)
-    blocks: Annotated[Tile, tile_size] = Tile(128, 64)
     op: Annotated[Literal["one", "two"], "which"] = "one"
     some: tuple[Literal["a", "b"], ...] = ()
     share: Annotated[float | None, "100% or less"] = None
@@ -51,9 +48,9 @@ HERE = Path(__file__)
 def test_fields_become_options_with_their_names_types_and_defaults():
     plain = read(f"{HERE} --layers 0")
     assert plain == Try(files=(HERE,), layers=(0,))
-    line = f"{HERE} {HERE} --layers 1 2 --cube 3 5 --blocks 32x16 --op two --some b a --share 0.5 --no-smooth --compile"
+    line = f"{HERE} {HERE} --layers 1 2 --cube 3 5 --op two --some b a --share 0.5 --no-smooth --compile"
     assert read(f"{line} --folder x --json y") == Try(
-        files=(HERE, HERE), layers=(1, 2), cube=(3, 5), blocks=Tile(32, 16), op="two", some=("b", "a"), share=0.5,
+        files=(HERE, HERE), layers=(1, 2), cube=(3, 5), op="two", some=("b", "a"), share=0.5,
         smooth=False, compile=True, folder=Path("x"), json=Path("y"),
     )  # fmt: skip
     assert read(f"{HERE} --layers 0 --qk-norm").qk_norm
@@ -63,7 +60,7 @@ def test_help_names_every_option_and_its_default(capsys):
     with pytest.raises(SystemExit, match="0"):
         read("--help")
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("FILE what to read", "--blocks BQxBKV (default: 128x64)", "which (default: one)"):
+    for words in ("FILE what to read", "which (default: one)"):
         assert words in shown
     assert "--cube CUBE CUBE (default: 4 2)" in shown
     assert "--share SHARE 100% or less" in shown
@@ -75,7 +72,6 @@ def test_help_names_every_option_and_its_default(capsys):
     [
         ("--layers 0", "arguments are required: FILE"),
         (f"{HERE}", "arguments are required: --layers"),
-        (f"{HERE} --layers 0 --blocks 7", "argument --blocks: expected two numbers such as 128x64, got '7'"),
         (f"{HERE} --layers 0 --some c", "argument --some: invalid choice: 'c'"),
         (f"{HERE} --layers 0 --cube 3", "argument --cube: expected 2 arguments"),
     ],

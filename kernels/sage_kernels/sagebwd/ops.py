@@ -64,7 +64,7 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
 
 @cache
 def measured_lengths() -> dict[str, dict[str, int]]:
-    """Return the table that `python lab/sage_lab/bench/short.py least` measures and prints."""
+    """Return the lengths that `python -m sage_lab bench --n 512 1024 2048 4096 8192` prints at its end, by card."""
     return json.loads(Path(__file__).with_name("pays_from.json").read_text(encoding="utf-8"))
 
 

@@ -14,7 +14,7 @@ from sage_kernels.common.launch_tables import users_table
 from sage_lab.bench import dense, sparse, tuning
 from sage_lab.bench.measure import Turn, measure
 from sage_lab.bench.problem import Shape
-from sage_lab.bench.ratios import OURS, PEER_NAMES, ratio_lines
+from sage_lab.bench.ratios import OURS, PEER_NAMES, pays_from, ratio_lines
 from sage_lab.bench.timing import GPU, Gpu, require_gpu
 from sage_lab.command_line import Arguments, Failed, positive
 from sage_lab.files import only_writer
@@ -67,6 +67,7 @@ class Bench(Arguments):
             rows = timed(self, gpu, command)
         times = [row for row in rows if "missing" not in row]
         print(f"\nA peer's time divided by ours, above 1 ours is faster:\n\n{markdown_table(*ratio_lines(times))}")
+        print(f"\nINT8 pays from so many tokens on, by head size and mask: {pays_from(times)}")
         if ours := [row for row in rows if "missing" in row and row["provider"].startswith(OURS)]:
             raise Failed(f"our function could not be timed in {len(ours)} cases, the first is {ours[0]}")
 

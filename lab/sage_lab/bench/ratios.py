@@ -38,6 +38,23 @@ def peer_ratios(rows: Sequence[Row]) -> dict[str, float]:
     return {row["provider"]: row["ms_median"] / min(ours) for row in rows if ours and row["provider"] in PEER_NAMES}
 
 
+def pays_from(rows: Sequence[Row]) -> dict[str, int]:
+    """Return from how many tokens on both passes take at most 5% more time than with PyTorch's fastest kernel.
+
+    sage_kernels/sagebwd/pays_from.json has such lengths for each kind of card.
+    """
+    found: dict[str, int] = {}
+    for where, of in turns(rows):
+        ratios = peer_ratios(of)
+        pytorch = [ratios[name] for name in ("sdpa_flash", "sdpa_cudnn") if name in ratios]
+        is_called = (where["scope"], where["direction"], where["cuda_graph"]) == ("autograd", "fwd+bwd", False)
+        if pytorch and is_called and where["mask"] is None and where["layout"] == "bhnd":
+            name = f"D={where['head_dim']}{' causal' if where['causal'] else ''}"
+            too_slow = min(pytorch) < 1 / 1.05
+            found[name] = max(found.get(name, 0), 2 * where["n_q"] if too_slow else 0)
+    return found
+
+
 def ratio_lines(rows: Sequence[Row]) -> tuple[tuple[str, ...], list[tuple]]:
     """Return the header and the lines of a table: every turn, and each peer's time over ours."""
     columns = [name for name in TURN if any(row.get(name) is not None for row in rows)]

@@ -89,6 +89,7 @@ class Pretrain(Arguments):
     reports: Annotated[int, positive, "validation losses, probes and checkpoints of a run"] = 12
     validation_sequences: Annotated[int, positive] = 64
     probe_sequences: Annotated[int, from_zero, "on which to measure the errors of gradients; 0: never"] = 0
+    same_batch: Annotated[bool, "read one batch again and again: gradients without noise"] = False
     snapshots: Annotated[tuple[int, ...], positive, "steps whose checkpoint is kept"] = ()
     autocast: Annotated[bool | None, "bfloat16 matmuls; without: on a GPU"] = None
     compile: Annotated[bool | None, "with torch.compile; without: on a GPU"] = None
@@ -144,6 +145,7 @@ def config_and_settings(options: Pretrain, run: PretrainRun, corpus: Corpus) -> 
         seed=run.seed,
         validation_sequences=options.validation_sequences,
         probe_sequences=options.probe_sequences,
+        same_batch=options.same_batch,
         autocast=on_gpu if options.autocast is None else options.autocast,
         compiled=on_gpu if options.compile is None else options.compile,
     )
@@ -238,7 +240,7 @@ def recorded(path: Path | None, arguments: dict[PretrainRun, Row]) -> dict[Pretr
         return {}
     found = {PretrainRun.of_row(row): row for row in read_record(path).rows}
     for run in found.keys() & arguments.keys():
-        if found[run]["arguments"] != arguments[run]:
+        if {"same_batch": False} | found[run]["arguments"] != arguments[run]:  # an option that older records lack
             raise ValueError(f"json: expected a file whose {run.name} was made with the same arguments, got {path}")
     return found
 
@@ -259,6 +261,7 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
         "--autocast" if options.autocast else "--no-autocast",
         "--compile" if options.compile else "--no-compile",
     ]
+    command += ["--same-batch"] if options.same_batch else []
     command += ["--snapshots", *map(str, options.snapshots)] if options.snapshots else []
     command += ["--minutes", str(options.minutes)] if options.minutes else []
     environment = os.environ | {PARENT: str(os.getpid())}

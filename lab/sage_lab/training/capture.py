@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
-from sage_lab.files import write_file
 from sage_lab.models.llama import Llama
 from sage_lab.records import Row
 from sage_lab.repairs import scales_in_a_record
@@ -104,22 +102,13 @@ def attention_errors(captures: dict[int, dict[str, Tensor]], settings: SageBwdSe
     return rows
 
 
-def write_capture(path: Path, capture: Capture) -> None:
-    """Write safetensors: tensors "layer2.query" and so on in bfloat16, and the provenance as JSON in the metadata."""
-    tensors = {
-        f"layer{layer}.{name}": x.to(torch.bfloat16).contiguous()
-        for layer, named in capture.layers.items()
-        for name, x in named.items()
-    }
-    write_file(path, save(tensors, metadata={"provenance": json.dumps(capture.provenance)}))
-
-
 def read_capture(path: Path) -> Capture:
-    """Read what `write_capture` wrote. Raises FileNotFoundError or ValueError if it is no capture."""
+    """Read safetensors with tensors "layer2.query" and so on in bfloat16, and JSON with their provenance.
+
+    Raises FileNotFoundError or ValueError if it is no capture.
+    """
     if not Path(path).exists():
-        raise FileNotFoundError(
-            f"path: expected a capture at {path}, found none; `python -m sage_lab capture` makes one"
-        )
+        raise FileNotFoundError(f"path: expected a capture at {path}, found none")
     layers: dict[int, dict[str, Tensor]] = {}
     try:
         with safe_open(path, framework="pt") as file:

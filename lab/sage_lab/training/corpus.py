@@ -10,72 +10,20 @@ import json
 import platform
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from sage_lab.files import replaced
+from sage_lab.training.tokens import Corpus
 
 # Site packages are not the standard library, its tests are half of it and hold oddities on purpose, and the
 # sysconfig data names the machine that Python was built on.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests"}
 EXCLUDED_PREFIX = "_sysconfigdata"
 BYTES = 256
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """tokens: uint8 or uint16 [T], each below vocab_size.
-
-    held_out: tokens that are never trained on; None: the tail of `tokens` is kept for that.
-    source: what the tokens were made from, for a record.
-    """
-
-    name: str
-    tokens: Tensor
-    vocab_size: int
-    held_out: Tensor | None = None
-    source: dict[str, str] = field(default_factory=dict)
-
-    @cached_property
-    def sha256(self) -> str:
-        """The hash of the tokens as stored: for a single file the one that `sha256sum` prints."""
-        return hashlib.sha256(self.tokens.numpy().data).hexdigest()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The corpus as a record describes it."""
-        sizes = {"tokens": len(self.tokens), "sha256": self.sha256, "vocabulary": self.vocab_size}
-        return {"name": self.name} | sizes | self.source
-
-    def split(self, validation_fraction: float = 0.1) -> tuple["Corpus", "Corpus"]:
-        """Return (train, validation); validation is what is held out or the tail: no training sequence overlaps it."""
-        cut = round(len(self.tokens) * (1 - validation_fraction))
-        train, validation = self.tokens[:cut], self.tokens[cut:]
-        if self.held_out is not None:
-            train, validation = self.tokens, self.held_out
-        parts = (("train", train), ("validation", validation))
-        train, validation = (Corpus(f"{self.name} ({part})", tokens, self.vocab_size) for part, tokens in parts)
-        return train, validation
-
-    def batch(self, batch_size: int, context: int, *, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and the tokens that follow them, int64 [batch_size, context] each, from random places.
-
-        They depend on (seed, step) alone: a run resumed at a step reads what the uninterrupted run read.
-        """
-        if len(self.tokens) <= context:
-            tokens = f"the {len(self.tokens)} tokens of {self.name}"
-            raise ValueError(f"context: expected fewer than {tokens}, got {context}")
-        starts = np.random.default_rng((seed, step)).integers(len(self.tokens) - context, size=batch_size)
-        windows = torch.stack([self.tokens[start : start + context + 1] for start in starts]).long()
-        return windows[:, :-1], windows[:, 1:]
 
 
 def read_corpus(path: str | Path | None = None) -> Corpus:
@@ -115,7 +63,7 @@ def write_corpus(corpus: Corpus, path: Path) -> None:
 
 def _archive_corpus(path: Path) -> Corpus:
     """Return the tokens of Linux's sources, which are kept beside their archive: a tokenizer needs minutes."""
-    from sage_lab.training.linux_source import archive_sha256, linux_corpus  # imports this module
+    from sage_lab.training.linux_source import archive_sha256, linux_corpus  # a tokenizer
 
     kept = path.with_name(f"{path.name}.safetensors")
     if kept.exists():

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
-from sage_lab.training.corpus import Corpus
+from sage_lab.training.tokens import Corpus
 
 SUFFIXES = (".c", ".h", ".rst", ".txt")
 GENERATED = "drivers/gpu/drm/amd/include/"  # a fifth of all sources: numbers of registers

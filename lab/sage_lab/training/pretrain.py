@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.records import Row
 from sage_lab.training.capture import next_token_loss
-from sage_lab.training.corpus import Corpus
 from sage_lab.training.loop import Diverged, ResumableTraining, TrainingSettings, read_checkpoint
 from sage_lab.training.probe import probe
 from sage_lab.training.processes import ALONE, Processes
+from sage_lab.training.tokens import Corpus
 
 VALIDATION_SHARE = 0.02
 
@@ -29,6 +29,7 @@ class PretrainSettings(TrainingSettings):
     compiled: compile the forward and backward pass of training; validation and probes run as written.
     probe_sequences: at every report, measure the error of the gradient on so many sequences that are held out
     (`probe`); 0: never.
+    same_batch: every step reads the batch of the first, so that gradients have no noise and runs differ by bias alone.
     """
 
     micro_batch_size: int = 8
@@ -36,6 +37,7 @@ class PretrainSettings(TrainingSettings):
     autocast: bool = False
     compiled: bool = False
     probe_sequences: int = 0
+    same_batch: bool = False
 
 
 class TokenLoss(nn.Module):
@@ -76,7 +78,8 @@ class Pretraining(ResumableTraining):
 
     def passes(self) -> list[tuple[Tensor, ...]]:
         settings = self.settings
-        batch = self.train_corpus.batch(settings.batch_size, self.config.context, seed=settings.seed, step=self.step)
+        step = 0 if settings.same_batch else self.step
+        batch = self.train_corpus.batch(settings.batch_size, self.config.context, seed=settings.seed, step=step)
         passes = list(zip(*(x.split(settings.micro_batch_size) for x in batch), strict=True))
         return passes[self.processes.rank :: self.processes.count]
 

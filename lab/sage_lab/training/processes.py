@@ -1,7 +1,7 @@
 """Processes that torchrun started, for measurements on several devices of one host."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -60,27 +60,3 @@ def processes(device: str) -> Iterator[Processes]:
         yield Processes(dist.get_rank(), dist.get_world_size(), place)
     finally:
         dist.destroy_process_group()
-
-
-class Members(NamedTuple):
-    """This process's group of one size. group: None for a size of one, where nothing is sent."""
-
-    size: int
-    rank: int
-    group: dist.ProcessGroup | None
-
-
-def groups_of_each_size(world: Processes) -> list[Members]:
-    """Make groups of 1, 2, 4, ... processes, as far as they divide all of them; every process must call this."""
-    sizes = [2**power for power in range(world.count.bit_length()) if world.count % 2**power == 0]
-    return [
-        Members(size, world.rank % size, dist.new_subgroups(group_size=size)[0] if size > 1 else None) for size in sizes
-    ]
-
-
-def largest_of(facts: Sequence[float], world: Processes) -> list[float]:
-    """Return the largest of each fact over all processes."""
-    largest = torch.tensor(facts, dtype=torch.float64, device=world.device)
-    if world.count > 1:
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.tolist()

@@ -1,4 +1,4 @@
-"""Results of runs on a whole fixed corpus (`python -m sage_lab full-batch`): gaps, their verdict, remedies.
+"""Results of runs on a whole fixed corpus, which are archived: gaps, their verdict, remedies.
 
 A gap is the number of nats by which an arm ends behind exact attention, both judged by exact attention. Training is so
 sensitive that any small error separates two runs. So a gap counts only if it is larger than those of two controls:
@@ -6,31 +6,19 @@ exact attention in bfloat16, and exact attention with a random error in every st
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import geometric_mean, mean, median
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
-from sage_lab.experiments.full_batch import (
-    ARMS,
-    CONTROLS,
-    CURVE,
-    TRUTH,
-    Finished,
-    FullBatchPlan,
-    FullBatchRun,
-    furthest_behind,
-    gap,
-    largest_control,
-    remedy_runs,
-    screening,
-)
-from sage_lab.records import RECORDED, Record, Row, read_record
+from sage_lab.records import Record, Row
+from sage_lab.records import read_record as recorded  # noqa: F401 (notebook 14 says so)
 
 from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
 from sage_course.results.claims import CONTRADICTED, LARGEST_GAP, SUPPORTED, UNDECIDED, Claim
 from sage_course.results.pretraining import Interval, mean_interval
 
+TRUTH, CONTROLS, REMEDIED = "exact", ("bf16", "random error"), "kernels, unbiased"
 BEHIND, NOT_BEHIND = "behind", "not behind"
 RUN_COLORS = {"exact": BLACK, "printed": RED, "kernels": ORANGE, "unbiased": BLUE}
 
@@ -61,40 +49,63 @@ class Remedied(NamedTuple):
     gradient_error: float
 
 
-def recorded(name: str) -> Record | None:
-    """Return the record of that name; None if nothing is recorded."""
-    return read_record(name) if (RECORDED / f"{name}.json").exists() else None
+class Training(NamedTuple):
+    """What the arms of a comparison share."""
+
+    qk_norm: bool
+    learning_rate: float
+    seed: int
 
 
-def plan_of(record: Record) -> FullBatchPlan:
-    plan = {name: tuple(x) if isinstance(x, list) else x for name, x in record.provenance["plan"].items()}
-    return FullBatchPlan(**plan)
+class Runs:
+    """The runs of a record whose batches are the whole corpus, by arm and training."""
 
+    def __init__(self, record: Record):
+        self.plan, self.columns = record.provenance["plan"], record.provenance["curve"]
+        whole = record.select(batch_tokens=self.plan["tokens"])
+        self.rows = {(row["arm"], Training(*(row[name] for name in Training._fields))): row for row in whole}
 
-def finished_of(record: Record) -> Finished:
-    return {FullBatchRun.of_row(row): row for row in record.rows}
+    def screened(self) -> Iterator[tuple[str, Training]]:
+        """Yield the arms to judge under every training of the first seed."""
+        for qk_norm in (False, True):
+            for rate in self.plan["learning_rates"]:
+                for arm in self.plan["arms"]:
+                    if arm not in (TRUTH, *CONTROLS):
+                        yield arm, Training(qk_norm, rate, self.plan["seeds"][0])
 
+    def has(self, arm: str, training: Training) -> bool:
+        """Return whether a run is there with all that it is compared with."""
+        return all((name, training) in self.rows for name in (arm, TRUTH, *CONTROLS))
+
+    def gap(self, arm: str, training: Training) -> float:
+        """Return by how many nats a run ends behind exact attention; infinite if it diverged, NaN if the truth did."""
+        ours, truth = (self.rows[name, training]["final_loss"] for name in (arm, TRUTH))
+        if truth is None:
+            return math.nan
+        return math.inf if ours is None else ours - truth
+
+    def control(self, training: Training) -> float:
+        """Return the largest |gap| of both controls, at any report of the second half."""
+        column, gaps = self.columns.index("exact_loss"), [0.0]
+        truth = self.rows[TRUTH, training]["curve"]
+        for control in CONTROLS:
+            pairs = list(zip(self.rows[control, training]["curve"], truth, strict=False))
+            gaps += [abs(ours[column] - theirs[column]) for ours, theirs in pairs[len(truth) // 2 :]]
+        return max(gaps)
 
 def conditions(record: Record) -> list[Condition]:
     """Return the condition of every arm of the screening except exact attention and the controls."""
-    plan, finished = plan_of(record), finished_of(record)
-    found = []
-    for first in screening(plan):
-        if first.arm in (TRUTH, *CONTROLS):
-            continue
-        runs = [run for seed in plan.seeds if _with_truth(run := first.replace(seed=seed), finished)]
-        if runs:
-            gaps = [gap(finished, run) for run in runs]
-            control = max(largest_control(finished, run) for run in runs)
-            counts_from, verdict = plan.margin * control, verdict_of(gaps, control, plan.margin)
-            exact_loss = mean(finished[run.replace(arm=TRUTH)]["final_loss"] for run in runs)
-            kind = first.arm, first.qk_norm, first.learning_rate
-            found.append(Condition(*kind, gaps, control, counts_from, exact_loss, verdict))
+    runs, found = Runs(record), []
+    margin = runs.plan["margin"]
+    for arm, first in runs.screened():
+        seeds = [first._replace(seed=seed) for seed in runs.plan["seeds"]]
+        if trainings := [training for training in seeds if runs.has(arm, training)]:
+            gaps = [runs.gap(arm, training) for training in trainings]
+            control = max(map(runs.control, trainings))
+            exact_loss = mean(runs.rows[TRUTH, training]["final_loss"] for training in trainings)
+            verdict = verdict_of(gaps, control, margin)
+            found.append(Condition(arm, *first[:2], gaps, control, margin * control, exact_loss, verdict))
     return found
-
-
-def _with_truth(run: FullBatchRun, finished: Finished) -> bool:
-    return all(run.replace(arm=arm) in finished for arm in (run.arm, TRUTH, *CONTROLS))
 
 
 def verdict_of(gaps: Sequence[float], control: float, margin: float) -> str:
@@ -121,7 +132,7 @@ def claim_of(found: Sequence[Condition]) -> Claim:
 
     It is supported if one arm is behind. It is contradicted if none is, although the paper's gap would have counted.
     """
-    printed = [condition for condition in found if "remedy" not in ARMS[condition.arm].changes]
+    printed = [condition for condition in found if condition.arm != REMEDIED]
     behind = sum(condition.verdict == BEHIND for condition in printed)
     is_open = any(condition.verdict not in (BEHIND, NOT_BEHIND) for condition in printed)
     sharp = [x.counts_from_share for x in printed if x.counts_from_share < LARGEST_GAP]
@@ -154,31 +165,32 @@ def gaps_figure(found: Sequence[Condition], *, title: str) -> Figure:
     return figure
 
 
-def _worst(plan: FullBatchPlan, finished: Finished) -> FullBatchRun | None:
-    """Return the run that is furthest behind; None as long as the screening is not complete."""
-    complete = all(run in finished for run in screening(plan))
-    return furthest_behind(plan, finished) if complete else None
-
-
 def remedied(record: Record) -> list[Remedied]:
-    """Return the arm that is furthest behind and its remedies, the smallest gap first; empty if no arm is behind."""
-    plan, finished = plan_of(record), finished_of(record)
-    worst = _worst(plan, finished)
-    if worst is None:
+    """Return the arm that is furthest behind and its remedies, the smallest gap first; empty if no arm is behind.
+
+    Empty, too, as long as the screening is not complete.
+    """
+    runs = Runs(record)
+    screened = list(runs.screened())
+    if not all(runs.has(*run) for run in screened):
         return []
-    runs = [worst, *(run for run in remedy_runs(plan, finished) if run in finished)]
-    rows = [Remedied(run.arm, gap(finished, run), _last_error(finished[run])) for run in runs]
-    return sorted(rows, key=lambda row: row.gap)
-
-
-def _last_error(row: Row) -> float:
-    return row["curve"][-1][CURVE.index("gradient_error")]
+    behind = [run for run in screened if runs.gap(*run) > runs.plan["margin"] * runs.control(run[1])]
+    if not behind:
+        return []
+    worst, training = max(behind, key=lambda run: runs.gap(*run))
+    base = "per tile" if worst == "per tile" else "per row"  # which the kernels have, too
+    arms = [worst, *(f"{base}: {remedy}" for remedy in runs.plan["remedies"])]
+    place, found = runs.columns.index("gradient_error"), []
+    for arm in arms:
+        if row := runs.rows.get((arm, training)):
+            found.append(Remedied(arm, runs.gap(arm, training), row["curve"][-1][place]))
+    return sorted(found, key=lambda row: row.gap)
 
 
 def curves(record: Record, arm: str, column: str, **training: Any) -> list[list[float]]:
     """Return a column of the curve of this arm in each training that fits, with the first seed."""
-    plan, place = plan_of(record), CURVE.index(column)
-    rows = record.select(arm=arm, seed=plan.seeds[0], batch_tokens=plan.tokens, **training)
+    plan, place = record.provenance["plan"], record.provenance["curve"].index(column)
+    rows = record.select(arm=arm, seed=plan["seeds"][0], batch_tokens=plan["tokens"], **training)
     return [[line[place] for line in row["curve"]] for row in rows]
 
 

@@ -14,6 +14,7 @@ from sage_lab.bench.dense import user_shapes
 from sage_lab.bench.judge import require_close
 from sage_lab.bench.measure import Case, Provider, Turn, by_autograd, judged, measure
 from sage_lab.bench.problem import MaskedProblem, Problem, Shape
+from sage_lab.bench.ratios import pays_from
 from sage_lab.bench.timing import Captured, Gpu, Timing
 from sage_lab.command_line import Failed
 from sage_lab.records import read_record
@@ -210,6 +211,19 @@ def test_of_a_skewed_mask_every_query_selects_the_first_block():
     assert random.sum(-1).unique().tolist() == skewed.sum(-1).unique().tolist() == [2]
     assert skewed[..., 0].all()
     assert random[..., 0].float().mean() < 0.2
+
+
+def test_int8_pays_from_where_no_longer_length_costs_more_than_a_twentieth():
+    where = dict.fromkeys(("heads", "kv_heads"), 16) | {"protocol": "paired", "layout": "bhnd", "scope": "autograd"}
+    where |= {"direction": "fwd+bwd", "cuda_graph": False, "mask": None, "head_dim": 128}
+    rows = []
+    for causal, slow in ((False, (512, 2048)), (True, ())):
+        for n in (512, 1024, 2048, 4096):
+            ours = 1.1 if n in slow else 1.04
+            for provider, ms in ((OURS, ours), ("sdpa_flash", 2.0), ("sdpa_cudnn", 1.0), ("fa4", 0.1)):
+                rows.append(where | {"n_q": n, "causal": causal, "provider": provider, "ms_median": ms})
+    ignored = [row | {"head_dim": 64, "direction": "fwd"} for row in rows]
+    assert pays_from(rows + ignored) == {"D=128": 4096, "D=128 causal": 0}
 
 
 def test_lengths_and_head_sizes_can_be_chosen():

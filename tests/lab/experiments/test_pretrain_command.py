@@ -6,8 +6,9 @@ import pytest
 from pretrain_cases import poisoned
 from process_cases import run_together
 from sage_lab.__main__ import main
+from sage_lab.experiments.pretrain import PretrainRun, recorded
 from sage_lab.experiments.turns import time_columns
-from sage_lab.records import read_record
+from sage_lab.records import read_record, write_record
 
 OPTIONS = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --tokens 512 --tokens-per-step 64"
@@ -46,7 +47,7 @@ def test_the_command_ends_well_when_training_diverges(text, monkeypatch):
 
 
 def test_runs_that_the_record_has_are_not_made_again(text, capfd):
-    arms = [*OPTIONS, "--no-compile", "--attention", "exact", "sagebwd"]
+    arms = [*OPTIONS, "--no-compile", "--same-batch", "--attention", "exact", "sagebwd"]
     main(arms)
     first = read_record(text / "run.json")
     assert [row["arm"] for row in first.rows] == ["exact", "sagebwd"]
@@ -60,6 +61,14 @@ def test_runs_that_the_record_has_are_not_made_again(text, capfd):
     with pytest.raises(SystemExit):
         main([*arms, "--warmup", "0.5"])
     assert "json: expected a file whose small_exact" in capfd.readouterr().err
+
+
+def test_a_record_from_before_an_option_goes_on(tmp_path):
+    run = PretrainRun("small", "exact", False, 2e-3, 64, 16, 512, 0)
+    write_record(tmp_path / "old.json", [run.facts | {"arguments": {"steps": 8}}], command="pretrain")
+    assert list(recorded(tmp_path / "old.json", {run: {"steps": 8, "same_batch": False}})) == [run]
+    with pytest.raises(ValueError, match="made with the same arguments"):
+        recorded(tmp_path / "old.json", {run: {"steps": 8, "same_batch": True}})
 
 
 def test_steps_are_timed_in_turn(text):

@@ -7,7 +7,8 @@ import torch
 from pretrain_cases import CONFIG, sixteen_letters
 from safetensors.torch import save_file
 from sage_lab.models.llama import Llama
-from sage_lab.training.capture import TENSORS, Capture, attention_tensors, next_token_loss, read_capture, write_capture
+from sage_lab.records import RECORDED
+from sage_lab.training.capture import TENSORS, attention_tensors, next_token_loss, read_capture
 
 from sage_ref.attention import attention_forward
 
@@ -67,13 +68,13 @@ def test_captured_grad_output_is_the_gradient_of_the_loss(double_model, layer):
     assert slope == pytest.approx((layers[layer]["grad_output"] * direction).sum().item(), rel=1e-5)
 
 
-def test_a_capture_is_read_as_written(tmp_path):
-    layers = {layer: {"query": torch.randn(1, 2, 3, 4)} for layer in (0, 10)}
-    write_capture(tmp_path / "deep" / "c.safetensors", Capture({"corpus": {"name": "letters"}, "loss": 2.5}, layers))
-    again = read_capture(tmp_path / "deep" / "c.safetensors")
-    assert again.provenance == {"corpus": {"name": "letters"}, "loss": 2.5}
-    assert list(again.layers) == [0, 10]
-    assert all(torch.equal(again.layers[n]["query"], layers[n]["query"].bfloat16()) for n in layers)
+def test_a_capture_is_read_with_its_provenance():
+    provenance, layers = read_capture(RECORDED / "capture_qk_norm_h200.safetensors")
+    assert provenance["run"]["qk_norm"] is True
+    assert list(layers) == provenance["layers_kept"]["kept"]
+    for tensors in layers.values():
+        assert tuple(sorted(tensors)) == tuple(sorted(TENSORS))
+        assert {(x.dtype, x.shape) for x in tensors.values()} == {(torch.bfloat16, (1, 1, 512, 128))}
 
 
 def test_what_is_no_capture_is_refused(tmp_path):

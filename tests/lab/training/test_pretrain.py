@@ -68,6 +68,16 @@ def test_the_gradients_of_a_step_are_those_of_its_batch_in_passes_of_any_size(si
     assert validation_loss == training.validation_loss() == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_run_without_noise_reads_one_batch_again_and_again():
+    def first_tokens(step, **changes):
+        training = new_training(**changes)
+        training.step = step
+        return training.passes()[0][0].tolist()
+
+    assert first_tokens(0, same_batch=True) == first_tokens(3, same_batch=True) == first_tokens(0)
+    assert first_tokens(3) != first_tokens(0)
+
+
 def test_draws_of_stochastic_rounding_are_a_function_of_seed_and_step_and_differ_between_passes():
     """The batch, the weights and the sizes of the passes being the same."""
 
