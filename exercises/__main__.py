@@ -87,7 +87,7 @@ def make_stubs(options, parser) -> int:
     from exercises import stubs
 
     if options.table:
-        write(ROOT / "README.md", stubs.page())
+        write(ROOT / "README.md", imported("exercises.checking").page())
         return DONE
     for path in stubs.write():
         print(f"wrote {path.relative_to(ROOT)}")

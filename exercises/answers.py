@@ -50,9 +50,11 @@ class Exercise:
     def device(self) -> str:
         return "cuda" if self.triton and torch.cuda.is_available() else "cpu"
 
-    def calls(self, test: Test, seed: Any) -> list[Call]:
+    @functools.lru_cache(maxsize=256)  # noqa: B019, an exercise lives as long as its command
+    def calls(self, test: Test, seed: Any) -> tuple[Call, ...]:
         """Return the calls that a test makes on this seed."""
-        return list(test.calls(Draw(seed, self.name, test.name)))
+        drawn = test.calls(Draw(seed, self.name, test.name))
+        return tuple(call._replace(device=self.device) for call in drawn)
 
     def expected(self, test: Test, seed: Any, mistakes: Sequence[Mistake] = ()) -> list[Outcome | Error]:
         """Return what the master gives in each call of a test, with these mistakes made.
@@ -65,7 +67,7 @@ class Exercise:
             self.given[key] = [run(functions[call.function], call) for call in self.calls(test, seed)]
         return self.given[key]
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019, an exercise lives as long as its command
+    @functools.lru_cache(maxsize=64)  # noqa: B019, as above
     def functions(self, mistakes: tuple[Mistake, ...] = ()) -> dict[str, Any]:
         """Return the master's names, with these mistakes made."""
         text = edited(self.master, mistakes)

@@ -1,17 +1,22 @@
 """The proof that exercises are sound: masters pass, stubs earn nothing, every mistake meets its own hint."""
 
+import re
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sage_course.gaps import Mistake
+from sage_lab.capstones import trials
+from sage_lab.records import markdown_table
 
-from exercises import stubs
-from exercises.answers import Error, Exercise, attempt
+from exercises import ROOT, exercise_names, stubs
+from exercises.answers import Error, Exercise, attempt, load_exercise
 from exercises.grading import Judge, grade
 from exercises.grading import table as grading_table
 from exercises.handing_in import VISIBLE_SEED
-from exercises.isolation import Sandbox, SubmissionError
+from exercises.isolation import Failure, Outcome, Sandbox
+from exercises.task import Call
 
 SEEDS = (VISIBLE_SEED, "check.0", "check.1")
 
@@ -23,10 +28,17 @@ def check(names: list[str], seeds: int = 1) -> Iterator[dict[str, Any]]:
             yield check_exercise(name, sandbox, seeds)
 
 
-def check_exercise(name: str, sandbox: Sandbox, seeds: int = 1) -> dict[str, Any]:
-    """Return what is wrong with one exercise ("problems"), and the verdict on each mistake."""
+def check_exercise(name: str, sandbox: Sandbox, seeds: int = 1, *, all_mistakes: bool = True) -> dict[str, Any]:
+    """Return what is wrong with one exercise ("problems").
+
+    Args:
+        name: The exercise.
+        sandbox: Where the master and the stub are graded.
+        seeds: How many seeds each mistake is made on.
+        all_mistakes: Whether each mistake of a capstone is made, which takes minutes, or the first of each milestone.
+    """
     start = time.monotonic()
-    exercise = Exercise(name)
+    exercise = load_exercise(name)
     stub, solution = stubs.stub_of(exercise.master, f"{name}/master.py")
     problems = [f"the stub holds a line of the solution: {line.strip()}" for line in stubs.leaked(stub, solution)]
     seeds_of_master = SEEDS[:2] if exercise.capstone else SEEDS  # a capstone makes twenty calls on each
@@ -36,40 +48,52 @@ def check_exercise(name: str, sandbox: Sandbox, seeds: int = 1) -> dict[str, Any
     result = grade(exercise, stub.encode(), SEEDS, sandbox)
     if result.score != 0 or not any("not written yet" in test.feedback for test in result.tests):
         problems.append(f"the stub should earn 0 and say what is not written yet:\n{grading_table(result)}")
+    mistakes = mistakes_of(exercise)
+    if not all_mistakes and exercise.capstone:
+        mistakes = list({mistake.test: mistake for mistake in reversed(mistakes)}.values())
     for seed in (VISIBLE_SEED, *map(str, range(1, seeds))):
-        for mistake in exercise.mistakes:
+        for mistake in mistakes:
             hint, met = judged(exercise, mistake, seed)
             if hint != met:
                 problems.append(f"the mistake {mistake.new!r} should meet {hint!r}, and met {met!r}")
-    if len(exercise.mistakes) < 3:
-        problems.append(f"task.py: expected at least 3 mistakes, found {len(exercise.mistakes)}")
-    facts = {"exercise": name, "tests": len(exercise.tests), "mistakes": len(exercise.mistakes)}
+    if len(mistakes) < 3:
+        problems.append(f"task.py: expected at least 3 mistakes, found {len(mistakes)}")
+    facts = {"exercise": name, "tests": len(exercise.tests), "mistakes": len(mistakes)}
     return facts | {"seconds": round(time.monotonic() - start, 1), "problems": problems}
 
 
-class Made:
-    """The master with a mistake, called as a submission is."""
+def mistakes_of(exercise: Exercise) -> Sequence[Mistake]:
+    """Return an exercise's mistakes. Those of a capstone lie in a file of their own: its grading needs none of them."""
+    if not exercise.capstone:
+        return exercise.mistakes
+    milestones = tomllib.loads((ROOT / exercise.name / "mistakes.toml").read_text(encoding="utf-8"))
+    mistakes = []
+    for milestone, wrong in milestones.items():
+        for facts in wrong:
+            (old, new), *more = facts["edits"]
+            hint = getattr(trials, facts["hint"]) if "hint" in facts else ""
+            mistakes.append(Mistake(old, new, hint, tuple(map(tuple, more)), milestone))
+    return mistakes
 
-    def __init__(self, exercise: Exercise, mistake: Any):
-        self.functions = exercise.functions((mistake,))
 
-    def call(self, call: Any) -> dict[str, Any]:
-        outcome = attempt(self.functions[call.function], call)
-        if isinstance(outcome, Error):
-            raise SubmissionError("raised an error", raised=outcome)
-        return outcome
+def outcomes_with(exercise: Exercise, mistake: Mistake, calls: Sequence[Call]) -> Iterator[Outcome | Failure]:
+    """Yield what the master with a mistake gives in each call, as a submission's process does."""
+    functions = exercise.functions((mistake,))
+    for call in calls:
+        outcome = attempt(functions[call.function], call)
+        yield Failure("raised an error", outcome, outcome) if isinstance(outcome, Error) else outcome
 
 
 def judged(exercise: Exercise, mistake: Mistake, seed: Any) -> tuple[str, str]:
     """Return the hint that a mistake should meet, and the one that it meets."""
-    try:
-        judge, student = Judge(exercise), Made(exercise, mistake)
-    except (ValueError, SyntaxError) as error:
-        return mistake.hint, str(error)
+    judge = Judge(exercise)
     for test in exercise.tests:
         if mistake.test not in ("", test.name):
             continue
-        result = judge.judge(test, [seed], student)
+        try:
+            result = judge.judge(test, seed, outcomes_with(exercise, mistake, exercise.calls(test, seed)))
+        except (ValueError, SyntaxError) as error:
+            return mistake.hint, str(error)
         if result.status == "failed":
             return mistake.hint or test.hint, result.hint
     return mistake.hint, "no test that fails"
@@ -79,3 +103,19 @@ def table(report: dict[str, Any]) -> str:
     """Return a report as a line, and a line for each problem."""
     facts = "{exercise}: {tests} tests, {mistakes} mistakes, {seconds} s".format(**report)
     return "\n".join([facts, *(f"  PROBLEM: {problem}" for problem in report["problems"])])
+
+
+def page() -> str:
+    """Return exercises/README.md with an up-to-date table of the exercises."""
+    rows = []
+    for name in exercise_names():
+        header, exercise = stubs.header_of(name), load_exercise(name)
+        cells = header.difficulty, header.importance, header.minutes, len(exercise.tests), f"{exercise.points:g}"
+        rows.append((f"[{name}]({name}/README.md)", header.title, *cells))
+    table = markdown_table(("exercise", "title", "difficulty", "importance", "minutes", "tests", "points"), rows)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    parts = re.split(r"(<!-- exercises -->\n)(?:.*\n)*?(<!-- /exercises -->\n)", text)
+    if len(parts) != 4:
+        raise stubs.StubError("README.md: expected the markers <!-- exercises --> and <!-- /exercises --> once")
+    before, begin, end, after = parts
+    return f"{before}{begin}{table}\n{end}{after}"

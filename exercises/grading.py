@@ -10,16 +10,16 @@ import dataclasses
 import importlib.util
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sage_course.gaps import Mistake, compare
 
-from exercises.answers import NONE, Error, Exercise, Outcome, Wrong, holds_none, load_exercise, wrong_part
+from exercises.answers import NONE, Error, Exercise, Wrong, holds_none, load_exercise, wrong_part
 from exercises.handing_in import FILE_LIMIT, VISIBLE_SEED, read_submission
-from exercises.isolation import Sandbox, SandboxError, Submission, SubmissionError
+from exercises.isolation import Failure, Outcome, Sandbox, SandboxError
 from exercises.task import NO_LAUNCH, Call, Test
 
 FEEDBACK_LIMIT = 500  # characters of one test's feedback
@@ -85,57 +85,54 @@ class Judge:
         self.made: list[Mistake] = []
         self.paid: frozenset[str] = frozenset()  # flags that have cost their points
 
-    def judge(self, test: Test, seeds: Sequence[Any], submission: Any, *, fixed: bool = False) -> TestResult:
-        """Return the result of one test on all seeds, up to the first that fails.
+    def judge(self, test: Test, seed: Any, outcomes: Iterable[Outcome | Failure], *, fixed: bool = False) -> TestResult:
+        """Return the result of one test on one seed.
 
         Args:
             test: The test.
-            seeds: What its inputs are drawn from.
-            submission: Has a method `call`, as `Submission` does.
+            seed: What its inputs are drawn from.
+            outcomes: What came of its calls, up to the first Failure at least.
             fixed: Whether only fixed hints are shown, no data and no word of the submission.
         """
-        note = ""
-        for seed in seeds:
-            calls, found = self.exercise.calls(test, seed), []
-            try:
-                for call in calls:
-                    found.append(submission.call(call))
-                    if call.judge and (wrong := call.judge(found[-1])).kind:
-                        said = f"{wrong.hint} ({wrong.found})" if wrong.found and not fixed else wrong.hint
-                        return failed(test, wrong.hint, said, fixed)
-                if not self.exercise.capstone and any(map(holds_none, found)):
-                    raise SubmissionError(RETURNED_NONE, raised=f"ValueError: {NONE}")
-            except SubmissionError as error:
-                return self.without_an_answer(test, seed, calls[0].function, error, fixed)
-            if self.exercise.capstone:
-                continue
-            expected, differ = self.exercise.expected(test, seed), partial(wrong_part, test, paid=self.paid)
-            if same(found, expected, differ):
-                continue
-            if self.made and same(found, self.given(test, seed, self.made), differ):
-                note = "as a mistake above makes it"
-                continue
-            report = compare(found, expected, self.exercise.mistakes, partial(self.given_beside, test, seed), differ)
-            if report.mistake is not None:
-                self.made.append(report.mistake)
-                hint = report.mistake.hint or test.hint
-            else:
-                hint = self.hint(test, calls[report.number], found[report.number], report.difference)
-            self.paid |= {report.difference.kind} & {"changed", "undefined"}
-            shown = report.difference.words if test.shows and not fixed else ""
-            return failed(test, hint, f"{hint} ({shown})" if shown else hint, fixed)
-        return TestResult(test.name, test.points, "passed", note)
+        calls, found = self.exercise.calls(test, seed), []
+        for call, outcome in zip(calls, outcomes, strict=False):
+            if isinstance(outcome, Failure):
+                return self.without_an_answer(test, seed, call.function, outcome, fixed)
+            found.append(outcome)
+            if call.judge and (wrong := call.judge(outcome)).kind:
+                said = f"{wrong.hint} ({wrong.found})" if wrong.found and not fixed else wrong.hint
+                return failed(test, wrong.hint, said, fixed)
+        if len(found) < len(calls):
+            raise SandboxError(f"{test.name}: expected {len(calls)} outcomes, got {len(found)}")
+        if self.exercise.capstone:
+            return TestResult(test.name, test.points, "passed")
+        if any(map(holds_none, found)):
+            nothing = Failure(RETURNED_NONE, RETURNED_NONE, f"ValueError: {NONE}")
+            return self.without_an_answer(test, seed, calls[0].function, nothing, fixed)
+        expected, differ = self.exercise.expected(test, seed), partial(wrong_part, test, paid=self.paid)
+        if same(found, expected, differ):
+            return TestResult(test.name, test.points, "passed")
+        if self.made and same(found, self.given(test, seed, self.made), differ):
+            return TestResult(test.name, test.points, "passed", "as a mistake above makes it")
+        report = compare(found, expected, self.exercise.mistakes, partial(self.given_beside, test, seed), differ)
+        if report.mistake is not None:
+            self.made.append(report.mistake)
+            hint = report.mistake.hint or test.hint
+        else:
+            hint = self.hint(test, calls[report.number], found[report.number], report.difference)
+        self.paid |= {report.difference.kind} & {"changed", "undefined"}
+        shown = report.difference.words if test.shows and not fixed else ""
+        return failed(test, hint, f"{hint} ({shown})" if shown else hint, fixed)
 
-    def without_an_answer(
-        self, test: Test, seed: Any, function: str, error: SubmissionError, fixed: bool
-    ) -> TestResult:
+    def without_an_answer(self, test: Test, seed: Any, function: str, failure: Failure, fixed: bool) -> TestResult:
         """Return the result of a test in which a call gave nothing: the hint of the mistake that raises the same."""
-        mistakes = () if self.exercise.capstone or not error.raised else self.exercise.mistakes
+        mistakes = () if self.exercise.capstone or not failure.raised else self.exercise.mistakes
         for mistake in mistakes:
             hint = mistake.hint or test.hint
-            if error.raised in self.given(test, seed, [mistake]):
+            if failure.raised in self.given(test, seed, [mistake]):
                 return failed(test, hint, hint, fixed)
-        return failed(test, f"{function} {error.shown}", f"{function} {error.shown if fixed else error}", fixed)
+        said = failure.shown if fixed else failure.said
+        return failed(test, f"{function} {failure.shown}", f"{function} {said}", fixed)
 
     def given(self, test: Test, seed: Any, mistakes: Sequence[Mistake]) -> list[Outcome | Error]:
         """Return what the master gives with these mistakes; nothing if they can't be made together."""
@@ -170,55 +167,60 @@ def failed(test: Test, hint: str, feedback: str, fixed: bool) -> TestResult:
 
 def grade(exercise: Exercise, source: bytes, seeds: Sequence[Any], sandbox: Sandbox) -> ExerciseResult:
     """Grade one submission on all seeds, the visible one first."""
-    start = time.monotonic()
     if len(source) > FILE_LIMIT:
         return unable(exercise, "exercise.py is larger than 1 MiB")
     if exercise.triton and importlib.util.find_spec("triton") is None:
         return unable(exercise, "needs Triton: Linux, or WSL on Windows", "skipped")
-    hidden = [seed for seed in seeds if seed != VISIBLE_SEED]
+    sandbox.open()  # it may take a while, which is not the submission's
+    start = time.monotonic()
+    answers = partial(sandbox.answers, deadline=start + sandbox.limits.exercise_seconds)
     try:
-        judge = Judge(exercise)
-        with Submission(source, sandbox, exercise.device) as submission:
-            # Feedback on visible inputs comes before the process has seen any hidden one.
-            results = [judge.judge(test, [VISIBLE_SEED], submission) for test in exercise.tests]
-            for number, test in enumerate(exercise.tests):
-                if hidden and results[number].status == "passed":
-                    result = judge.judge(test, hidden, submission, fixed=True)
-                    results[number] = results[number] if result.status == "passed" else result
-        if submission.not_imported is None:
-            results = with_correct_functions(exercise, source, seeds, sandbox, results)
+        results, printed = graded(exercise, exercise.tests, seeds, partial(answers, source))
+        results = with_correct_functions(exercise, source, seeds, answers, results)
     except SandboxError:
         raise
     except Exception as error:
         return unable(exercise, "the grader broke", "broken", "".join(traceback.format_exception(error)))
-    return ExerciseResult(exercise.name, results, time.monotonic() - start, submission.printed)
+    return ExerciseResult(exercise.name, results, time.monotonic() - start, printed)
+
+
+def graded(
+    exercise: Exercise, tests: Sequence[Test], seeds: Sequence[Any], answers: Callable
+) -> tuple[list[TestResult], str]:
+    """Return the result of each test on all seeds, up to the first that fails, and what was printed on the first.
+
+    Each seed has processes of its own, so that feedback on visible inputs holds nothing of hidden ones.
+    """
+    judge, results, printed = Judge(exercise), {}, ""
+    for seed in seeds:
+        waiting = [test for test in tests if test not in results or results[test].status == "passed"]
+        found, text = answers([exercise.calls(test, seed) for test in waiting])
+        for test, outcomes in zip(waiting, found, strict=True):
+            result = judge.judge(test, seed, outcomes, fixed=seed != VISIBLE_SEED)
+            if test not in results or result.status != "passed":
+                results[test] = result
+        printed = printed or text
+    return list(results.values()), printed
 
 
 def with_correct_functions(
-    exercise: Exercise, source: bytes, seeds: Sequence[Any], sandbox: Sandbox, results: list[TestResult]
+    exercise: Exercise, source: bytes, seeds: Sequence[Any], answers: Callable, results: list[TestResult]
 ) -> list[TestResult]:
     """Grade tests again whose function uses others that are wrong, with correct ones in their place."""
-    failing = [number for number, result in enumerate(results) if result.status == "failed"]
+    failing = {test: result for test, result in zip(exercise.tests, results, strict=True) if result.status == "failed"}
     if exercise.capstone or not failing:  # a capstone is one function
         return results
-    tests, after = exercise.tests, list(results)
-    calls = {x: {call.function for call in exercise.calls(tests[x], VISIBLE_SEED)} for x in failing}
-    wrong = set().union(*calls.values())
-    for number in failing:
-        test, before = tests[number], results[number]
-        used = set().union(*map(exercise.used, calls[number]))
+    functions = {test: {call.function for call in exercise.calls(test, VISIBLE_SEED)} for test in failing}
+    wrong = set().union(*functions.values())
+    for test, before in failing.items():
+        used = set().union(*map(exercise.used, functions[test]))
         if used & wrong:
-            with Submission(exercise.with_correct(source, used), sandbox, exercise.device) as submission:
-                again = Judge(exercise).judge(test, seeds, submission, fixed=True)
+            corrected = partial(answers, exercise.with_correct(source, used))
+            (again,), _ = graded(exercise, [test], seeds, corrected)
             if again.status == "passed" or again.hint != before.hint:
                 note = f"(with a correct {' and '.join(sorted(used & wrong))} in the place of yours)"
-                after[number] = dataclasses.replace(again, feedback=f"{again.hint} {note}".strip())
-                continue
-        causes = [tests[other].name for other in failing if other < number and calls[other] & calls[number]]
-        if causes and before.hint == test.hint:
-            feedback = f"Perhaps for the same reason as '{causes[0]}'. If not: {before.feedback}"
-            after[number] = dataclasses.replace(before, feedback=feedback[:FEEDBACK_LIMIT])
-    return after
+                failing[test] = dataclasses.replace(again, feedback=f"{again.hint} {note}".strip())
+    return [failing.get(test, result) for test, result in zip(exercise.tests, results, strict=True)]
 
 
 def unable(exercise: Exercise, reason: str, status: str = "failed", error: str | None = None) -> ExerciseResult:

@@ -76,26 +76,6 @@ def header_of(name: str) -> Header:
     return Header(title, facts[1].lower(), facts[2], int(facts[3]))
 
 
-def page() -> str:
-    """Return exercises/README.md with an up-to-date table of the exercises."""
-    from sage_lab.records import markdown_table
-
-    from exercises.answers import load_exercise
-
-    rows = []
-    for name in exercise_names():
-        header, exercise = header_of(name), load_exercise(name)
-        cells = header.difficulty, header.importance, header.minutes, len(exercise.tests), f"{exercise.points:g}"
-        rows.append((f"[{name}]({name}/README.md)", header.title, *cells))
-    table = markdown_table(("exercise", "title", "difficulty", "importance", "minutes", "tests", "points"), rows)
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    parts = re.split(r"(<!-- exercises -->\n)(?:.*\n)*?(<!-- /exercises -->\n)", text)
-    if len(parts) != 4:
-        raise StubError("README.md: expected the markers <!-- exercises --> and <!-- /exercises --> once")
-    before, begin, end, after = parts
-    return f"{before}{begin}{table}\n{end}{after}"
-
-
 def write() -> list[Path]:
     """Make each exercise.py that isn't there and return what was written. No file is overwritten."""
     written = []

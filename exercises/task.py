@@ -56,9 +56,8 @@ class Call(NamedTuple):
     outputs: int = 0  # so many last arguments are written to by a Triton kernel: they are looked at, too
     upstream: Tensor | None = None  # the gradients of the arguments for this gradient of the result are looked at
     layouts: dict[str, str] | None = None  # of a capstone: the one argument is a dict, for `sage_lab.capstones.observe`
-    judge: Callable[[dict[str, Any]], trials.Verdict] | None = (
-        None  # of a capstone: says what is wrong, without the master
-    )
+    judge: Callable[[dict[str, Any]], trials.Verdict] | None = None  # of a capstone: says what is wrong by itself
+    device: str = "cpu"  # where a submission's tensors are
 
     def sent(self) -> dict[str, Any]:
         """Return what a submission's process needs to make the call."""

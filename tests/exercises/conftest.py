@@ -19,7 +19,7 @@ def sandbox():
 @pytest.fixture(scope="session")
 def quick():
     """A sandbox that waits for some seconds, and gives out little memory."""
-    with Sandbox(Limits(call_seconds=8, processor_seconds=4, memory=2**29, processes=8)) as sandbox:
+    with Sandbox(Limits(call_seconds=4, exercise_seconds=8, memory=2**29, processes=8)) as sandbox:
         yield sandbox
 
 

@@ -18,7 +18,7 @@ from exercises.worker import load
 @pytest.mark.parametrize("name", exercise_names())
 def test_exercise_is_sound(sandbox, name):
     """The master passes, the stub earns nothing and says so, each mistake meets the hint meant for it."""
-    report = checking.check_exercise(name, sandbox, seeds=1 if "capstone" in name else 2)
+    report = checking.check_exercise(name, sandbox, all_mistakes=False)
     assert report["problems"] == []
 
 
@@ -112,7 +112,7 @@ def test_kernels_give_what_the_library_gives(number):
 
 
 def test_the_page_is_up_to_date():
-    assert stubs.page() == (ROOT / "README.md").read_text(encoding="utf-8")
+    assert checking.page() == (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 MASTER = '''"""Title."""
@@ -197,10 +197,10 @@ def test_right_answers_in_unusual_forms(graded, body, calls):
         ("raise NotImplementedError('f: do it')", "f not written yet: do it"),
         ("raise NotImplementedError('do it')", "f raised an error: line 2: NotImplementedError: do it"),
         ("return torch.empty(2, device='meta').cpu()", "f raised an error: line 2: NotImplementedError"),
-        ("return type('x' * 10**6, (), {})()", "f returned xxx"),
+        ("return type('x' * 10**6, (), {})()", "f returned something that can't be used: xxx"),
         ("raise ValueError('\\n' * 9 + 'x' * 10**6)", "f raised an error: line 2: ValueError: xxx"),
-        ("return 10**400", "f returned an integer of more than 64 bits"),
-        ("return [torch.zeros(2**22)] * 9", "f returned more than is allowed"),
+        ("return 10**400", "f returned something that can't be used: an integer of more than 64 bits"),
+        ("return [torch.zeros(2**18)] * 9", "f returned something that can't be used: more numbers than are allowed"),
         ("return None", "f returned None, or something without a gradient: is there a `return`"),
         ("return 2 * x, None", "f returned None, or something without"),
         ("return 2 * x, x", "The docstring says which shapes and dtypes are expected. (expected float32"),
@@ -247,7 +247,7 @@ def chain(small):
         ("x - 1", "9 * helper(x)", "ffp", ["Plus, not minus.", "Ten times.", "as a mistake above"]),
         ("x + 1", "9 * helper(x)", "pfp", ["", "Ten times.", "as a mistake above"]),
         ("x - 7", "10 * helper(x)", "fpp", ["THE HINT", "(with a correct helper in", "(with a correct helper in"]),
-        ("x - 7", "3 * helper(x)", "fff", ["THE HINT", "THE HINT", "Perhaps for the same reason as 'f'"]),
+        ("x - 7", "3 * helper(x)", "fff", ["THE HINT", "THE HINT", "THE HINT"]),
         ("x - 7", "9 * helper(x)", "fff", ["THE HINT", "Ten times. (with a correct helper", ""]),
     ],
 )
@@ -265,16 +265,14 @@ def test_float_attention_reaches_no_milestone_of_a_capstone_about_int8(name, fou
     exercise, fair = Exercise(name), {"launched": True, "undefined": False, "changed": (), "copied": ()}
     fair |= {"outside": "", "given": "", "jump": "", "dots": ("f16 x f16 -> f32", "i8 x i8 -> i32")}
 
-    class Forger:
-        def call(self, call):
-            (x,) = call.arguments
-            oracle = trials.Oracle(x)
-            exact = oracle.output()
-            if name.startswith("23"):
-                exact = oracle.output(v=x["v"].double())  # 0 NaN is NaN
-            return fair | {"result": exact.to(x["q"].dtype)}
+    def exact(call):
+        (x,) = call.arguments
+        oracle = trials.Oracle(x)
+        output = oracle.output(v=x["v"].double()) if name.startswith("23") else oracle.output()  # 0 NaN is NaN
+        return fair | {"result": output.to(x["q"].dtype)}
 
-    results = [grading.Judge(exercise).judge(test, [0], Forger()) for test in exercise.tests]
+    judge = grading.Judge(exercise)
+    results = [judge.judge(test, 0, map(exact, exercise.calls(test, 0))) for test in exercise.tests]
     assert [result.status for result in results] == ["failed"] * len(exercise.tests)
     assert found in results[0].feedback
     assert sum("0.4 steps" in result.hint for result in results) >= len(results) - 1 or found == "NaN"

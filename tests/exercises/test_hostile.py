@@ -1,5 +1,6 @@
 """What a submission may try: it earns nothing that its values don't, harms nobody and leaves nothing behind."""
 
+import io
 import itertools
 import json
 import math
@@ -8,7 +9,6 @@ import random
 import re
 import resource
 import socket
-import struct
 import textwrap
 import time
 import tomllib
@@ -22,7 +22,7 @@ from exercises import ROOT, wire
 from exercises import __main__ as command_line
 from exercises.answers import Exercise
 from exercises.grading import Judge
-from exercises.isolation import PERFORMED, Limits, Sandbox, SubmissionError, checked, have_walls
+from exercises.isolation import Failure, Limits, Sandbox, have_walls, received
 from exercises.task import Call
 
 behind_walls = pytest.mark.skipif(not have_walls(), reason="bubblewrap can't put up its walls here")
@@ -33,25 +33,17 @@ HOSTILE = tomllib.loads(Path(__file__).with_name("hostile.toml").read_text(encod
 RIGHT_PARTS = {"outputs": (), "gradients": None, "changed": (), "undefined": False, "launched": False, "spoiled": False}
 
 
-def message(content, tensors=()):
-    return wire.pack(content, list(tensors))
+def framed(text, block=b""):
+    """Return a message of any two parts."""
+    return wire.LENGTHS.pack(len(text), len(block)) + text + block
 
 
-def forged(number, **parts):
-    """Return the bytes of an answer as the submission's process sends it."""
-    tensors = []
-    return message({"id": number, "observed": wire.encode(parts, tensors)}, tensors)
-
-
-REFERENCES = b'{"id": 1, "tensors": [["uint8", [1]]], "observed": {"dict": {"result": ROWS}}}'
-REFERENCES = REFERENCES.replace(b"ROWS", json.dumps([[{"tensor": 0}] * 250] * 250).encode())
-TEXT = b'{"id": 1, "tensors": [["float32", [0, 9223372036854775808]]], "observed": {"dict": {"result": {"tensor": 0}}}}'
-MESSAGES = {
-    "{zeros}": forged(1, result=torch.zeros(5, 4), **RIGHT_PARTS),
-    "{ahead}": forged(2, result=torch.zeros(5, 4), **RIGHT_PARTS),
-    "{references}": struct.pack("<IQ", len(REFERENCES), 1) + REFERENCES + b"x",
-    "{huge}": struct.pack("<IQ", len(TEXT), 0) + TEXT,
-    "{error}": message({"id": 1, "error": {"kind": ["raised"], "text": {"dict": {}}, "line": 5, "more": "\x1b"}}),
+ROWS = json.dumps([[{"tensor": 0}] * 250] * 250).encode()
+FORGED = {
+    "{zeros}": wire.pack(RIGHT_PARTS | {"result": torch.zeros(5, 4)}),
+    "{references}": framed(b'{"value": {"dict": {"result": %b}}, "tensors": [["uint8", [1]]]}' % ROWS, b"x"),
+    "{huge}": framed(b'{"value": {"tensor": 0}, "tensors": [["float32", [0, 9223372036854775808]]]}'),
+    "{error}": wire.pack({"kind": ["raised"], "text": {}, "line": 5, "more": "\x1b"}),
 }
 
 
@@ -62,7 +54,7 @@ def source_of(attack):
     if "body" not in attack:
         return attack.get("source") or attack["repeated"] * 10**6
     body = attack["body"]
-    for name, content in MESSAGES.items():
+    for name, content in FORGED.items():
         body = body.replace(name, repr(content))
     return f"def f(x):\n{textwrap.indent(body, '    ')}\n{IMPORTS}"
 
@@ -76,16 +68,17 @@ def test_attack_earns_nothing(quick, graded, name):
     assert re.search(attack["says"], said), said
     assert len(said) < 600
     assert (said + result.printed.replace("\n", "")).isprintable()
-    assert graded(HONEST, sandbox=quick).score == 1
+    assert graded(HONEST, seeds=[0], sandbox=quick).score == 1
 
 
 def test_file_that_never_finishes_importing_is_waited_for_once(quick, graded):
     exercise = graded.small()
-    exercise.tests *= 3
+    exercise.tests = tuple(exercise.tests[0]._replace(name=name) for name in "abc")
     result = graded(f"print('importing')\n{HONEST}import time\ntime.sleep(99)\n", exercise, sandbox=quick)
     assert {test.feedback for test in result.tests} == {
-        "f was not called: importing exercise.py took longer than 8 s. Does a loop outside of its functions never end?"
+        "f was not called: importing exercise.py took longer than 4 s: does a loop never end?"
     }
+    assert result.seconds < 12
     assert result.printed == "importing"
     assert graded("#" * (2**20 + 1)).tests[0].feedback == "exercise.py is larger than 1 MiB"
 
@@ -224,36 +217,33 @@ def test_a_class_loses_nobodys_result(tmp_path, capsys, monkeypatch):
     ("text", "block"),
     [
         (b"[]", b""), (b"\xff", b""), (b"[" * 10**5, b""), (b"9" * 10**4, b""), (b"{}", b""),
-        (b'{"tensors": [["float32", [1]]]}', b"xxx"), (b'{"tensors": []}', b"x"),
-        (b'{"tensors": [["float32", [-1, -1]]]}', b"xxxx"), (b'{"tensors": [["float8_e4m3fn", [1]]]}', b"x"),
-        (json.dumps({"tensors": [["uint8", [0]]] * 3000}).encode(), b""),
-        (json.dumps({"tensors": [["uint8", [1] * 17]]}).encode(), b"x"),
+        (b'{"value": 0, "tensors": [["float32", [1]]]}', b"xxx"), (b'{"value": 0, "tensors": []}', b"x"),
+        (b'{"value": 0, "tensors": [["float32", [-1, -1]]]}', b"xxxx"),
+        (b'{"value": {"tensor": 0}, "tensors": []}', b""),
+        (b'{"value": 0, "tensors": [["float8_e4m3fn", [1]]]}', b"x"),
+        (json.dumps({"value": 0, "tensors": [["uint8", [0]]] * 3000}).encode(), b""),
+        (json.dumps({"value": 0, "tensors": [["uint8", [1] * 17]]}).encode(), b"x"),
     ],
 )  # fmt: skip
 def test_unreadable_messages(text, block):
     with pytest.raises(wire.WireError, match="can't be read"):
-        wire.parse(text, block)
+        wire.read(io.BytesIO(framed(text, block)))
 
 
 def test_values_survive_the_wire():
     tensors = [torch.ones(2, 0, 3), torch.tensor(1.5), torch.arange(12).view(3, 4).t(), torch.ones(3).requires_grad_()]
     tensors += [torch.zeros(2).to(dtype) for dtype in wire.DTYPES.values()]
     value = {"tensors": tuple(tensors), "rest": (1, -2.5, math.inf, -math.inf, None, True, "text", (), {"a": 1})}
-    sent, (ours, theirs) = [], socket.socketpair()
-    with ours, theirs:
-        tree = wire.encode(value, sent)
-        wire.write(ours, wire.pack({"tree": tree}, sent))
-        content, received = wire.read(theirs)
-        ours.close()
-        with pytest.raises(EOFError):
-            wire.read(theirs)
-    assert wire.decode(["\ud800\x1b[2J", {"dict": {"\r\udcff": 1}}], []) == ("  [2J", {"  ": 1})
-    back = wire.decode(content["tree"], received)
+    stream = io.BytesIO(wire.pack(value) + wire.pack(["\ud800\x1b[2J", {"\r\udcff": 1}]) + wire.pack(1)[:-1])
+    back = wire.read(stream)
     assert back["rest"] == value["rest"]
     for before, after in zip(tensors, back["tensors"], strict=True):
         assert torch.equal(before, after)
         assert before.dtype == after.dtype
         assert not after.requires_grad
+    assert wire.read(stream) == ("  [2J", {"  ": 1})
+    with pytest.raises(EOFError):
+        wire.read(stream)
 
 
 # Random answers: whatever comes back is read or refused, and no grader breaks on it. EXERCISES_FUZZ=60: for 60 s.
@@ -273,37 +263,32 @@ def random_tree(draw, depth=0):
 
 
 def random_message(draw):
-    """Return text and bytes of an answer; in half of all texts a few characters are wrong."""
+    """Return the message of an answer; in half of all texts a few characters are wrong."""
     shapes = [[draw.choice((0, 1, 2, 3, 17)) for _ in range(draw.randrange(4))] for _ in range(3)]
     forms = [[draw.choice(list(wire.DTYPES)), shape] for shape in shapes]
     right = RIGHT_PARTS | {"result": {"tensor": 0}, "outputs": [], "changed": []}
     observed = {name: random_tree(draw) if draw.random() < 0.1 else x for name, x in right.items()}
-    text = bytearray(json.dumps({"tensors": forms, "observed": {"dict": observed}}).encode())
+    text = bytearray(json.dumps({"tensors": forms, "value": {"dict": observed}}).encode())
     for _ in range(draw.choice((0, 0, 1, 3))):
         at = draw.randrange(len(text))
         text[at : at + draw.randrange(3)] = draw.choice(SPOILS)
-    return bytes(text), draw.randbytes(sum(wire.DTYPES[name].itemsize * math.prod(shape) for name, shape in forms))
+    block = draw.randbytes(sum(wire.DTYPES[name].itemsize * math.prod(shape) for name, shape in forms))
+    return framed(bytes(text), block)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["05_online_softmax", "08_row_or_block_scales", "13_soft_top_k", "18_sparse_loop"])
 def test_no_answer_breaks_a_grader(name):
-    exercise, end, read = Exercise(name), time.monotonic() + SECONDS, []
+    exercise, end, read = Exercise(name), time.monotonic() + SECONDS, 0
     exercise.mistakes = exercise.mistakes[:2]
-
-    class Forger:
-        def call(self, call):
-            try:
-                content, tensors = wire.parse(*random_message(draw))
-                found = checked(wire.decode(content.get("observed"), tensors), PERFORMED)
-            except wire.WireError as error:
-                raise SubmissionError(str(error)) from error
-            read.append(found)
-            return found
-
     for number in itertools.count():
         draw = random.Random(f"{name} {number}")
         judge = Judge(exercise)
-        assert all(judge.judge(test, [0], Forger()).status == "failed" for test in exercise.tests)
-        if len(read) > 9 and time.monotonic() > end:
+        for test in exercise.tests:
+            calls = exercise.calls(test, 0)
+            stream = io.BytesIO(wire.pack({}) + b"".join(random_message(draw) for _ in calls))
+            _, *outcomes = received(stream, calls, "ended")
+            read += sum(not isinstance(outcome, Failure) for outcome in outcomes)
+            assert judge.judge(test, 0, outcomes).status == "failed"
+        if read > 9 and time.monotonic() > end:
             break
