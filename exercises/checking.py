@@ -11,8 +11,8 @@ from sage_lab.capstones import trials
 from sage_lab.records import markdown_table
 
 from exercises import ROOT, exercise_names, stubs
-from exercises.answers import Error, Exercise, attempt, load_exercise
-from exercises.grading import Judge, grade
+from exercises.answers import Error, Exercise, Judge, attempt, load_exercise
+from exercises.grading import grade
 from exercises.grading import table as grading_table
 from exercises.handing_in import VISIBLE_SEED
 from exercises.isolation import Failure, Outcome, Sandbox

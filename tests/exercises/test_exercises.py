@@ -9,7 +9,7 @@ from sage_lab.capstones import trials
 
 from exercises import ROOT, checking, exercise_names, grading, stubs
 from exercises import task as tasks
-from exercises.answers import Exercise, wrong_part
+from exercises.answers import Exercise, Judge, wrong_part
 from exercises.isolation import Limits, Sandbox, SandboxError
 from exercises.task import AGREEMENTS, Call, Draw, Mistake, agreement
 from exercises.worker import load
@@ -271,7 +271,7 @@ def test_float_attention_reaches_no_milestone_of_a_capstone_about_int8(name, fou
         output = oracle.output(v=x["v"].double()) if name.startswith("23") else oracle.output()  # 0 NaN is NaN
         return fair | {"result": output.to(x["q"].dtype)}
 
-    judge = grading.Judge(exercise)
+    judge = Judge(exercise)
     results = [judge.judge(test, 0, map(exact, exercise.calls(test, 0))) for test in exercise.tests]
     assert [result.status for result in results] == ["failed"] * len(exercise.tests)
     assert found in results[0].feedback

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from exercises import ROOT, exercise_names, gradescope, grading, handing_in, isolation, stubs
+from exercises import ROOT, answers, exercise_names, gradescope, grading, handing_in, isolation, stubs
 from exercises import __main__ as command_line
 from exercises.handing_in import read_submission
 
@@ -374,7 +374,7 @@ def test_a_package_is_graded_by_its_weights_and_a_broken_task_leaves_no_results(
 
 
 def test_an_exercise_that_can_not_be_graded_here_has_no_score():
-    skipped = grading.ExerciseResult(FIRST, [grading.TestResult("a kernel", 1, "skipped")])
+    skipped = grading.ExerciseResult(FIRST, [answers.TestResult("a kernel", 1, "skipped")])
     with pytest.raises(ValueError, match="work here"):
         gradescope.results_json([skipped], {FIRST: 12})
 

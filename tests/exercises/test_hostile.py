@@ -20,8 +20,7 @@ import torch
 
 from exercises import ROOT, wire
 from exercises import __main__ as command_line
-from exercises.answers import Exercise
-from exercises.grading import Judge
+from exercises.answers import Exercise, Judge
 from exercises.isolation import Failure, Limits, Sandbox, have_walls, received
 from exercises.task import Call
 
