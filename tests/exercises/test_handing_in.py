@@ -383,11 +383,11 @@ def test_a_crash_is_tried_again_and_a_second_one_costs_its_exercise(tmp_path):
     shutil.copy(ROOT / FIRST / "master.py", tmp_path / "exercise.py")
 
     class Crashing(isolation.Sandbox):
-        def run(self, *arguments):
+        def process(self, *arguments):
             if self.crashes:
                 self.crashes -= 1
                 raise isolation.SandboxError("no memory for a process")
-            super().run(*arguments)
+            return super().process(*arguments)
 
     with Crashing() as sandbox:
         for sandbox.crashes, score in ((1, 8), (2, 0)):
