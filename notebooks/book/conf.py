@@ -45,7 +45,6 @@ html_theme = "furo"
 html_title = "Trainable low-bit attention"
 html_static_path = ["static"]
 html_css_files = ["book.css"]
-html_js_files = [("calculator.js", {"defer": "defer"})]
 html_favicon = "static/icon.svg"
 html_copy_source = False
 html_last_updated_fmt = None

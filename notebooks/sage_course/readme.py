@@ -13,7 +13,7 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record
 
 from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import Load, colab_address, framed, load, notebook_files, notebooks, project, public_address
-from sage_course.results import calculator, count, elsewhere, first_page, kernels, paired, tables, video
+from sage_course.results import count, elsewhere, first_page, kernels, other_cards, paired, tables, video
 
 FIGURES = REPOSITORY / "notebooks" / "figures"
 
@@ -104,9 +104,8 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "accuracy": kernels.accuracy,
     },
     "notebooks/book/int8_backward.md": {
-        "backward_ratios": calculator.backward_ratios,
-        "presets": calculator.presets,
-        "calculator": calculator.calculator,
+        "backward_ratios": other_cards.backward_ratios,
+        "presets": other_cards.presets,
     },
     "notebooks/book/count.md": {"count_levels": count.levels, "count_orders": count.orders},
     "notebooks/book/your_gpu.md": {"predictions": elsewhere.predictions},

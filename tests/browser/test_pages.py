@@ -3,7 +3,6 @@
 import functools
 import http.server
 import json
-import math
 import re
 import subprocess
 import sys
@@ -11,9 +10,7 @@ import threading
 from urllib.parse import unquote, urldefrag
 
 import pytest
-from sage_course.results.calculator import CARDS
-from sage_course.results.hopper_model import H200, Rates, predicted
-from sage_lab.records import REPOSITORY, read_record
+from sage_lab.records import REPOSITORY
 
 # Complaints about a page once its mathematics is set, the ids that it has, and its links.
 LOOK = """async () => {
@@ -169,42 +166,4 @@ def test_search_finds_a_word_and_dark_mode_stays_on_every_page(book, page_at):
     page.locator("#search-results a", has_text="Glossary").first.click()
     page.locator("dt", has_text="binade").wait_for()
     assert brightness() < 150
-    assert not complaints, "\n".join(complaints)
-
-
-def test_the_calculator_answers_as_the_model_does_by_keyboard_too(book, page_at):
-    _, address = book
-    page, complaints = page_at(address)
-    page.goto(address + "notebooks/book/int8_backward.html")
-    output, instructions = page.locator(".calculator output"), read_record("instructions_sm90")
-
-    def choice(label):
-        return page.get_by_role("combobox", name=label)
-
-    def rate_of(label):
-        return page.get_by_role("spinbutton", name=label)
-
-    def says(level, head_dim, direction, rates):
-        clocks = [sum(predicted(instructions, x, head_dim, direction, rates).values()) for x in (0, level)]
-        return f"INT8 should be {clocks[0] / clocks[1]:.2f}x as fast as 16 bit."
-
-    assert output.inner_text().startswith(says(3, 128, "bwd", H200) + " Measured on an H200: 0.85x.")
-    choice("pass").select_option("forward")
-    choice("head size").select_option("64")
-    choice("INT8 level").select_option("2")
-    rates = {"16-bit multiply-adds": 512, "INT8 multiply-adds": 3000, "exp2": 8, "bytes from L2": 20}
-    for label, rate in rates.items():
-        rate_of(label).press("ControlOrMeta+a")
-        page.keyboard.type(str(rate))
-    assert choice("card").input_value() == "your own rates"
-    assert output.inner_text().startswith(says(2, 64, "fwd", Rates(3000, 512, 8, 20)) + "\n")
-    page.keyboard.press("ControlOrMeta+a")
-    page.keyboard.press("Delete")
-    assert output.inner_text().startswith(says(2, 64, "fwd", Rates(3000, 512, 8, math.inf)))
-    rate_of("exp2").fill("0")
-    assert output.inner_text() == "Every rate must be above 0."
-    choice("card").select_option("A100")
-    assert output.inner_text().startswith(says(2, 64, "fwd", CARDS["A100"]))
-    page.set_viewport_size({"width": WIDTHS[0], "height": 720})
-    assert page.evaluate(TOO_WIDE) == [0, 0]
     assert not complaints, "\n".join(complaints)

@@ -25,7 +25,9 @@ def sentence(int8_scores: Callable) -> Live:
         q, k, _, _ = (x[0, 0] for x in letter_inputs(text or " "))
         exact = torch.softmax(q @ k.mT / 8, -1)
         int8 = torch.softmax(int8_scores(q, k), -1)
-        figure, axes = panels(3, width=3.6, title=f"relative error of P: {relative_l2(int8, exact):.3f}")
+        height = max(3.0, 0.16 * len(text))  # so that letters do not lie on one another
+        title = f"relative error of P: {relative_l2(int8, exact):.3f}"
+        figure, axes = panels(3, width=1.2 * height, height=height, title=title)
         for ax, (name, p) in zip(
             axes, {"exact": exact, "INT8": int8, "INT8 - exact": int8 - exact}.items(), strict=True
         ):
@@ -50,7 +52,9 @@ def one_score(through_the_softmax: Callable) -> Live:
         figure, axes = panels(3, title=f"O = {(p @ value).item():.2f}, delta = {(p * dp).sum().item():.2f}")
         for ax, (name, row), color in zip(axes, {"S": s, "P": p, "dS": ds}.items(), (BLACK, BLUE, ORANGE), strict=True):
             ax.bar(range(6), row[0].tolist(), color=color)
-            ax.set(title=name, xlabel="key")
+            ax.set(title=name, xlabel="key", xticks=range(6))
+        axes[0].set_ylim(-6.5, 6.5)
+        axes[1].set_ylim(0, 1)
         return figure
 
     return live(draw, score=range(-6, 7))
@@ -74,6 +78,7 @@ def quantizer_bench(psi_of_blocks: Callable) -> Live:
         axes[0].set(xlabel="integer", ylabel="entries", yscale="log")
         axes[1].loglog(blocks, errors, "o-", color=BLACK)
         axes[1].plot(2**log2_block, errors[log2_block], "o", color=RED, markersize=10)
+        axes[1].set_xscale("log", base=2)
         axes[1].set(xlabel="tokens in a block", ylabel="relative error")
         return figure
 
@@ -97,6 +102,7 @@ def shared_offset(smooth_key: Callable) -> Live:
         title = "error of S: " + ", ".join(f"{name} {error:.3f}" for name, error in errors.items())
         figure, axes = panels(2, width=4.2, title=title)
         show_matrix(axes[0], k - guess, title="keys after your change", x="channel", y="key")
+        axes[0].set_xticks(range(0, 16, 3))
         axes[1].bar(list(errors), list(errors.values()), color=[RED, ORANGE, GREEN])
         axes[1].set(ylabel="relative error of S in INT8")
         return figure
@@ -141,7 +147,7 @@ def switchboard(errors: Callable[..., Mapping[str, float]], matmuls: Sequence[st
         figure, (ax,) = panels(1, width=6.0, title=f"{len(matmuls) - len(exact)} of {len(matmuls)} matmuls in INT8")
         bars = ax.bar(list(found), list(found.values()), color=BLUE)
         ax.bar_label(bars, [f"{x:.3f}" for x in found.values()], fontsize=9)
-        ax.set(ylabel="relative error", ylim=(0, None))
+        ax.set(ylabel="relative error", ylim=(0, 1.1 * max(found.values()) or 1))
         return figure
 
     return Live(draw, dict.fromkeys(matmuls, bool), start={name: name != "dP" for name in matmuls})
@@ -160,8 +166,8 @@ def seeds_one_by_one(values: Tensor, gap: float, resampled_means: Callable, inte
         ax.plot(chosen.tolist(), range(1, seeds + 1), "o", color=BLACK)
         ax.axvspan(low, high, color=SKY, alpha=0.4, label="95% interval")
         ax.axvline(gap, color=RED, label="the paper's gap")
-        ax.set(xlabel="SageBwd's loss minus exact attention's, %", ylabel="seed", ylim=(0, len(values) + 1))
-        ax.legend(fontsize=9)
+        ax.set(xlabel="SageBwd's loss minus exact attention's, %", ylabel="seed", yticks=range(len(values) + 2))
+        ax.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
         return figure
 
     return live(draw, seeds=range(2, len(values) + 1))
@@ -179,12 +185,12 @@ def instruction_prices(programs: Mapping[int, Sequence[Row]]) -> Live:
         now, before = unit_clocks(rows), unit_clocks(programs[level])
         title = f"level {level}: {now['sum']:.4f} clocks a score, {now['sum'] / before['sum'] - 1:+.0%}"
         figure, (ax,) = panels(1, width=6.5, title=title)
-        for shift, (clocks, color) in enumerate(((before, SKY), (now, BLUE))):
-            ax.barh(
-                [y + 0.4 * shift for y in range(len(UNIT_NAMES))], [clocks[u] for u in UNIT_NAMES], 0.4, color=color
-            )
-        ax.set_yticks(range(len(UNIT_NAMES)), list(UNIT_NAMES.values()), fontsize=9)
-        ax.set(xlabel="clocks for a score, before and now")
+        places = torch.arange(len(UNIT_NAMES))
+        for shift, name, clocks, color in ((-0.2, "as it is", before, SKY), (0.2, "changed", now, BLUE)):
+            ax.barh(places + shift, [clocks[u] for u in UNIT_NAMES], 0.4, color=color, label=name)
+        ax.set_yticks(places, list(UNIT_NAMES.values()), fontsize=9)
+        ax.set(xlabel="clocks for a score")
+        ax.legend(fontsize=9, loc="center left", bbox_to_anchor=(1, 0.5))
         return figure
 
     return live(draw, level=list(programs), arithmetic=range(0, 201, 10), exponentials=range(0, 201, 10))
@@ -207,7 +213,7 @@ def paint_blocks(sparse_linear_head: Callable, block_q: int, block_kv: int) -> L
         alpha = (held * chosen).sum(1)
         error = relative_l2(sparse_linear_head(q, k, v, chosen, alpha, c), p @ v)
         figure, axes = panels(2, width=4.0, title=f"{chosen.float().mean():.0%} of the blocks; error {error:.3f}")
-        show_matrix(axes[0], held, title="mass of each block", x="block of keys", y="block of queries")
+        show_matrix(axes[0], held, title="mass of each block; red: selected", x="block of keys", y="block of queries")
         axes[0].plot(*chosen.nonzero().flip(1).T.tolist(), "s", color=RED, markersize=9)
         axes[1].bar(range(rows), alpha.tolist(), color=BLUE)
         axes[1].set(xlabel="block of queries", ylabel="alpha", ylim=(0, 1))

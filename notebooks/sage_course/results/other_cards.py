@@ -1,6 +1,5 @@
-"""The book's page on INT8 and the backward pass of FlashAttention-4: its tables, and what its calculator reads."""
+"""The book's page on INT8 and the backward pass of FlashAttention-4: its tables."""
 
-import json
 import math
 
 from sage_lab.bench.cost_model import GPUS
@@ -8,16 +7,11 @@ from sage_lab.records import markdown_table, read_record
 
 from sage_course.results.elsewhere import DIRECTIONS, PORTABLE
 from sage_course.results.hopper_model import (
-    ALU_RATE,
     H200,
-    ISSUE_RATE,
     Rates,
-    compare_levels,
-    demand,
     predicted,
-    programs,
 )
-from sage_course.results.kernels import BENCH, INSTRUCTIONS
+from sage_course.results.kernels import INSTRUCTIONS
 from sage_course.results.paired import PAIRED
 
 # The A100's 5120 bytes of the L2 cache are NVIDIA's number; of GeForce cards none is known, so the cache isn't counted.
@@ -44,23 +38,6 @@ def presets() -> str:
         lines.append((name, rates.sixteen_bit, rates.int8, rates.exp2, cache, *(f"{x:.2f}x" for x in found)))
     passes = (f"{DIRECTIONS[direction]}, level {own}" for direction, (_, own) in PORTABLE.items())
     return markdown_table(("card", "16 bit", "INT8", "exp2", "L2 bytes", *passes), lines)
-
-
-def calculator() -> str:
-    """Return the calculator's place in the page, with all counts per score and the measured clocks."""
-    record, bench, levels = read_record(INSTRUCTIONS), read_record(BENCH), {}
-    for direction in PORTABLE:
-        for (head_dim, level), found in compare_levels(bench, record, direction).items():
-            rows = programs(record, level, head_dim, direction).values()
-            counts = [[round(count, 4) for count in demand(each).values()] for each in rows]
-            levels[f"{direction} {head_dim} {level}"] = {"programs": counts, "measured": round(found.measured, 4)}
-    cards = {name: [None if math.isinf(x) else round(x, 2) for x in rates] for name, rates in CARDS.items()}
-    model = json.dumps({"alu": ALU_RATE, "issue": ISSUE_RATE, "cards": cards, "levels": levels})
-    for direction in PORTABLE:
-        model = model.replace(f'"{direction} ', f'\n"{direction} ')
-    return f"""<div class="calculator" data-model='{model}'>
-The calculator runs in the web book, with scripts. The table above has its answers for three cards.
-</div>"""
 
 
 def backward_ratios() -> str:
