@@ -68,6 +68,12 @@ def notebooks() -> list[Notebook]:
     return [notebook_facts(path.relative_to(REPOSITORY), "".join(x[0]["source"])) for path, x in cells.items()]
 
 
+def exercise_minutes(path: Path) -> int:
+    """Add up the minutes of the exercises at a notebook's end."""
+    text = (REPOSITORY / path).read_text(encoding="utf-8")
+    return sum(int(minutes) for minutes in re.findall(r"\*\* \((?:easy|medium|hard), (\d+) minutes\)", text))
+
+
 def load(path: Path) -> Load:
     """Count what a notebook asks of its reader."""
     lines = numbers = gaps = 0

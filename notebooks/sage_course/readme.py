@@ -12,7 +12,17 @@ from sage_lab.files import write_file
 from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record
 
 from sage_course.figures import Film, forward_film, overview_figure
-from sage_course.outline import Load, colab_address, framed, load, notebook_files, notebooks, project, public_address
+from sage_course.outline import (
+    Load,
+    colab_address,
+    exercise_minutes,
+    framed,
+    load,
+    notebook_files,
+    notebooks,
+    project,
+    public_address,
+)
 from sage_course.results import count, elsewhere, first_page, kernels, other_cards, paired, tables, video
 
 FIGURES = REPOSITORY / "notebooks" / "figures"
@@ -22,12 +32,13 @@ def course_map() -> str:
     """Return the table of all notebooks: title and minutes. Parts of one number ("08", "08b") share a line."""
     lines: dict[str, list[tuple[str, str]]] = {}
     for path, number, title, minutes in notebooks():
-        lines.setdefault(number[:2], []).append((f"[{title}]({path.as_posix()})", str(minutes)))
+        shown = f"{minutes} ({exercise_minutes(path)})"
+        lines.setdefault(number[:2], []).append((f"[{title}]({path.as_posix()})", shown))
     rows = [
         (number, ", ".join(title for title, _ in parts), " + ".join(minutes for _, minutes in parts))
         for number, parts in lines.items()
     ]
-    return markdown_table(("", "notebook", "minutes"), rows)
+    return markdown_table(("", "notebook", "minutes (and for the exercises at its end)"), rows)
 
 
 FILM_DATA = (((4, 8), 3), ((8, 3), 4))  # size and seed of scores and values
@@ -46,9 +57,9 @@ def ways_in() -> str:
         chosen = [x for x in notebooks() if (x.number in numbers if numbers else "optional" not in x.title.lower())]
         links = [f"[{number}]({path.as_posix()})" for path, number, _, _ in chosen]
         names = ", ".join(links) if numbers else f"{links[0]} to {links[-1]}, all {len(links)} that aren't optional"
-        minutes = sum(notebook.minutes for notebook in chosen)
-        lines.append((time, f"notebook{'s' * (len(links) > 1)} {names}", in_hours(minutes), result))
-    return markdown_table(("you have", "take", "it takes", "afterwards"), lines)
+        minutes = sum(notebook.minutes for notebook in chosen), sum(exercise_minutes(x.path) for x in chosen)
+        lines.append((time, f"notebook{'s' * (len(links) > 1)} {names}", *map(in_hours, minutes), result))
+    return markdown_table(("you have", "take", "it takes", "and its exercises", "afterwards"), lines)
 
 
 def in_hours(minutes: int) -> str:

@@ -1,17 +1,20 @@
 """The first page's table of what holds: the two papers' claims, our verdicts, and one number for each."""
 
+import itertools
+
 from sage_lab.bench.ratios import PEER_NAMES, peer_ratios, turns
 from sage_lab.experiments.table1 import PAPER_TABLE1, closest_setting, deviation
 from sage_lab.experiments.video.verdicts import LOSS, verdict_rows
 from sage_lab.records import Row, markdown_table, read_record
 
 from sage_course.results import claims, full_batch, video
-from sage_course.results.claims import LARGEST_GAP, PARTLY, SUPPORTED, UNDECIDED
-from sage_course.results.paired import PAIRED, PAIRED_SPARSE
+from sage_course.results.claims import CONTRADICTED, LARGEST_GAP, PARTLY, SUPPORTED, UNDECIDED
+from sage_course.results.paired import PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED
 from sage_course.results.pretraining import GPT
 from sage_course.results.tables import FULL_BATCH, LAYERS, PRETRAIN, TABLE1
 
 MAIN_N = 4096
+SPARSE_LEVELS, VIDEO_LENGTHS = "bench_sla2_h200", (32_760, 75_600)  # of the SLA2 paper's two models
 NEWER = ("sdpa_cudnn", "fa4")  # peers that are newer than the paper's
 ON_OURS = "holds on an H200"  # the papers measured on other GPUs
 WORDS = {SUPPORTED: "holds", PARTLY: "holds in part", UNDECIDED: "undecided", "not decided": "undecided"}
@@ -26,7 +29,7 @@ VIDEO_CLAIMS = {
 
 def verdicts() -> str:
     """Return the table: a claim, the verdict, and one number of ours."""
-    lines = [*accuracy(), *training(), dense_speed(), sparse_speed(), *video_training()]
+    lines = [*accuracy(), *training(), dense_speed(), step_speed(), sparse_speed(), int8_share(), *video_training()]
     return markdown_table(
         ("the papers say", "verdict", "our number"), [(x, signed(WORDS.get(y, y)), z) for x, y, z in lines]
     )
@@ -80,6 +83,23 @@ def dense_speed() -> tuple:
     return words, verdict, f"{number}, {MAIN_N:,} tokens"
 
 
+def step_speed() -> tuple:
+    """Return the line about a whole training step with SageBwd."""
+    record = read_record(PRETRAIN_SPEED)
+    plan = record.provenance["plan"]
+    found = {(row["context"], row["attention"]): row["ms_median"] for row in record.rows}
+    parts, against_cudnn = [], []
+    for n in plan["contexts"]:
+        fused, apart = (found[n, "exact"] / found[n, name] for name in ("sagebwd", "sagebwd_apart"))
+        newest = found[n, "flash_attention_4"] / found[n, "sagebwd"]
+        against_cudnn += fused, apart
+        of_cudnn = f"{fused:.2f}x cuDNN ({apart:.2f}x without `Prologue`)"
+        parts.append(f"{of_cudnn}, {newest:.2f}x FlashAttention-4, {n:,} tokens")
+    parts.append(f"D={plan['width'] // plan['heads']}, not compiled. A compiled model is not measured yet")
+    words = "SageBwd speeds up a whole training step (the papers time attention alone)"
+    return words, ON_OURS if min(against_cudnn) > 1 else PARTLY, "; ".join(parts)
+
+
 def sparse_speed() -> tuple:
     """Return the line about SLA2's time."""
     longest = {}
@@ -90,6 +110,22 @@ def sparse_speed() -> tuple:
     number += f"; {same_mask} with the same mask, which compute no linear branch"
     words = "SLA2 at 97% sparsity is 18.6x as fast as FlashAttention-2 (forward, RTX 5090)"
     return words, ON_OURS, f"{number}; {longest['n']:,} tokens"
+
+
+def int8_share() -> tuple:
+    """Return the line about what INT8 adds to SLA2's speed: level 3 is level 2's program in INT8."""
+    record, ratios = read_record(SPARSE_LEVELS), {}
+    for n, scope in itertools.product(VIDEO_LENGTHS, ("kernel", "op")):
+        where = {"scope": scope, "n_q": n, "sparsity": 0.97, "direction": "fwd"}
+        in_16_bit, in_int8 = (record.select(level=level, **where)[0]["ms_median"] for level in (2, 3))
+        ratios[n, scope] = in_16_bit / in_int8
+    number = "; ".join(
+        f"{ratios[n, 'kernel']:.2f}x in the kernel, {ratios[n, 'op']:.2f}x with its INT8 copies made, {n:,} tokens"
+        for n in VIDEO_LENGTHS
+    )
+    holds = [ratio > 1.25 for ratio in ratios.values()]
+    verdict = ON_OURS if all(holds) else PARTLY if any(holds) else CONTRADICTED
+    return "INT8 makes SLA2 about 1.3x as fast (forward)", verdict, number
 
 
 def video_training() -> list[tuple]:
