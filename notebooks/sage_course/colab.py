@@ -1,5 +1,7 @@
 """The course on Colab: the first cell of each notebook, and the program that the cell starts.
 
+Links to Colab open the reader's copies, whose outputs are empty, in a branch that holds nothing else.
+
 Colab's PyTorch changes from week to week; the course is made with the versions in constraints.txt. So the cell fetches
 the repository and runs this file, which installs the pinned versions of everything that notebooks import. The cell
 names no version and needs no change when they do. Jupyter stays Colab's own: its pages expect that.
@@ -63,7 +65,6 @@ def main() -> None:
     subprocess.run([*pip, "--no-deps", *editable], check=True)
     subprocess.run([sys.executable, "-m", "exercises", "stubs"], check=True, cwd=ROOT)
     print("Installed. If Colab asks to restart the session, do so, and run this cell again.")
-    print("Then choose Edit, Clear all outputs: the course asks you to guess before you see a result.")
 
 
 if __name__ == "__main__":

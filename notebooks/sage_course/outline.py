@@ -16,6 +16,7 @@ from sage_lab.records import REPOSITORY
 from sage_course.colab import install_cell
 
 BRANCH = "main"
+COPIES = "reader"  # the branch of the reader's copies, in my/; .github/workflows/reader.yml pushes it
 INSTALL = "install-on-colab"  # the cell's id
 ON_COLAB = re.compile(r"\n*\[Open this notebook on Colab\]\(.*\)\.\s*\Z")
 ANSWERS = re.compile(r"\n*^Answers to the open questions: \[.*$", re.MULTILINE)
@@ -109,9 +110,9 @@ def file_address(path: Path) -> str:
 
 
 def colab_address(path: Path, repository: str | None = None) -> str:
-    """Return the address at which Colab opens a notebook of the public repository."""
+    """Return the address at which Colab opens the reader's copy of a notebook, which has no outputs."""
     github = (repository or public_address()).replace("https://github.com", "https://colab.research.google.com/github")
-    return f"{github}/blob/{BRANCH}/{path.as_posix()}"
+    return f"{github}/blob/{COPIES}/my/{path.name}"
 
 
 def framed(text: str, path: Path, repository: str) -> str:

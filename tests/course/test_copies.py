@@ -2,10 +2,13 @@
 
 import json
 import re
+import subprocess
 
 import pytest
+import yaml
 from sage_course.__main__ import main
 from sage_course.copies import make_copies
+from sage_course.outline import colab_address, notebook_files
 from sage_lab.records import REPOSITORY
 
 
@@ -53,3 +56,19 @@ def test_a_number_without_a_notebook_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["start", "99"])
     assert "numbers: expected some of 00 01 02" in capsys.readouterr().err
+
+
+def test_colab_opens_a_copy_from_the_branch_that_the_workflow_pushes(tmp_path):
+    text = (REPOSITORY / ".github" / "workflows" / "reader.yml").read_text()
+    *_, start, push = [step["run"] for step in yaml.safe_load(text)["jobs"]["copies"]["steps"] if "run" in step]
+    assert start.endswith("-m sage_course start")
+    here, public = tmp_path / "here", tmp_path / "public.git"
+    original = notebook_files()[5]
+    list(make_copies([original], here / "my"))
+    (here / ".gitignore").write_text("my/\n")
+    for command in (f"git init --quiet --bare {public}", f"git init --quiet; git remote add origin {public}", push):
+        subprocess.run(["sh", "-ec", command], cwd=here, check=True, capture_output=True)
+    branch, path = re.search(r"/blob/(\w+)/(.*)", colab_address(original)).groups()
+    shown = ["git", f"--git-dir={public}", "show", f"{branch}:{path}"]
+    opened = json.loads(subprocess.run(shown, check=True, capture_output=True).stdout)
+    assert [cell for cell in opened["cells"] if cell.get("outputs")] == []
