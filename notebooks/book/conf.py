@@ -14,10 +14,17 @@ from sage_course.outline import BRANCH, public_address  # noqa: E402 (after the 
 
 project = "sage_ref"
 author = "the sage_ref authors"
-copyright = "the sage_ref authors, Apache-2.0"
+copyright = "the sage_ref authors; text and figures CC BY 4.0, code Apache-2.0"
 language = "en"
 
-extensions = ["myst_nb", "sphinx_copybutton", "course_pages"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "course_pages",
+    "slide_pages",
+]
 root_doc = "notebooks/book/index"
 include_patterns = [
     "notebooks/book/*.md",
@@ -39,6 +46,8 @@ nb_execution_mode = "off"
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
+autodoc_typehints = "signature"
+default_role = "literal"  # `x` in a docstring is code, as everywhere here
 suppress_warnings = []  # `make book` stops at any warning
 
 html_theme = "furo"

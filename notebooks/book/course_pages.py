@@ -2,13 +2,19 @@
 
 - Each notebook gets badges in place of its link and cell for Colab; its figures get their alternative texts.
 - A link to a file of the repository that is no page, or its name, leads to its public address.
+- A name of the library in code leads to its place in the library's reference.
 - A link such as `notebooks/book/glossary.md#term-scale` leads to that term of the glossary.
 - Directives make tables from notebooks' first cells and exercises' masters: `course-map`, `exercise-map`, `way`.
+- The directive `misconceptions` lists the mistakes that notebooks recognise.
 - MathJax is copied from its package, and the folder's index.html leads to the home page.
 """
 
 import json
+import re
 import shutil
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -115,6 +121,32 @@ class LinksToTerms(SphinxPostTransform):
                 node.replace_self(link)
 
 
+# The library's reference
+
+
+def plain_docstring(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Handle the event autodoc-process-docstring: in ours, * multiplies and |x| is a size. Modules have none here."""
+    lines[:] = [] if what == "module" else [line.replace("*", r"\*").replace("|", r"\|") for line in lines]
+
+
+class LinksToTheReference(SphinxPostTransform):
+    """Links to the library's reference, from names in code: `sdpa`, `sage_ref.sdpa()`, `SLA2(...)`."""
+
+    default_priority = 5
+
+    def run(self) -> None:
+        documented = self.env.domains.python_domain.objects
+        short = Counter(full.rpartition(".")[2] for full in documented)
+        places = {full.rpartition(".")[2]: place for full, place in documented.items()}
+        places = {name: place for name, place in places.items() if short[name] == 1} | documented
+        for node in list(self.document.findall(nodes.literal)):
+            found = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", node.astext())
+            place = places.get(found[1]) if found else None
+            if place and place.objtype in ("function", "class") and not isinstance(node.parent, nodes.reference):
+                link = make_refnode(self.app.builder, self.env.docname, place.docname, place.node_id, node.deepcopy())
+                node.replace_self(link)
+
+
 # Tables of the course
 
 
@@ -177,6 +209,32 @@ class Way(SphinxDirective):
         return self.parse_text_to_nodes(markdown_table(("", "title", "minutes"), rows))
 
 
+class Misconceptions(SphinxDirective):
+    """What readers get wrong, from the mistakes that notebooks recognise: one line a hint, with one example."""
+
+    def run(self) -> list[nodes.Node]:
+        found = []
+        for path in sorted(REPOSITORY.glob("notebooks/sage_course/lessons/*.toml")):
+            text = path.read_text(encoding="utf-8")
+            lines = {hint: (old, new) for old, new, hint, *_ in _mistakes(tomllib.loads(text)) if hint}
+            items = [f"- {hint} ({_code(new)} for {_code(old)})" for hint, (old, new) in lines.items()]
+            found.append((re.search(r"# Notebook (\w+)", text)[1], items))
+        titles = {number: title for _, number, title, _ in notebooks()}
+        text = "\n\n".join("\n".join((f"**{x} · {titles[x]}**", "", *items)) for x, items in sorted(found))
+        return self.parse_text_to_nodes(text)
+
+
+def _mistakes(lesson: dict) -> Iterator[list]:
+    """Yield the mistakes of every gap of a lesson."""
+    for gap in lesson.values():
+        yield from gap.get("mistakes", [])
+
+
+def _code(text: str) -> str:
+    """Return code in one line for Markdown; what isn't there is said in words."""
+    return f"`{' '.join(text.split())}`" if text.strip() else "nothing"
+
+
 # Files beside the pages
 
 
@@ -194,9 +252,12 @@ def add_files(app: Sphinx, error: Exception | None) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", with_head_and_descriptions)
     app.connect("build-finished", add_files)
+    app.connect("autodoc-process-docstring", plain_docstring)
     app.add_transform(LinksToTheRepository)
     app.add_post_transform(LinksToTerms)
+    app.add_post_transform(LinksToTheReference)
     app.add_directive("course-map", CourseMap)
     app.add_directive("exercise-map", ExerciseMap)
     app.add_directive("way", Way)
+    app.add_directive("misconceptions", Misconceptions)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

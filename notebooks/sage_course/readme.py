@@ -87,7 +87,8 @@ def start() -> str:
 git clone {address} && cd {address.rpartition("/")[2]}
 make lab     # install everything into .venv and open your own copy of notebook 00 in JupyterLab
 make test    # run what CI runs: lint, tests, the compile check of all kernels, every notebook
-pip install "sage-ref[kernels] @ git+{address}"    # instead: the library alone, to train with
+# Or only the library, to train with:
+pip install "sage-ref[kernels] @ git+{address}"
 ```"""
 
 

@@ -2,7 +2,9 @@
 
 import functools
 import http.server
+import importlib
 import json
+import posixpath
 import re
 import subprocess
 import sys
@@ -11,6 +13,9 @@ from urllib.parse import unquote, urldefrag
 
 import pytest
 from sage_lab.records import REPOSITORY
+
+import sage_ref
+import sage_ref.parallel
 
 # Complaints about a page once its mathematics is set, the ids that it has, and its links.
 LOOK = """async () => {
@@ -57,6 +62,20 @@ def book(page_at, tmp_path_factory):
     yield folder, f"http://127.0.0.1:{server.server_port}/"
     server.shutdown()
     server.server_close()
+
+
+def test_every_public_name_is_in_the_reference(book):
+    from sphinx.util.inventory import InventoryFile
+
+    folder, _ = book
+    with open(folder / "objects.inv", "rb") as file:
+        found = InventoryFile.load(file, "", posixpath.join)
+    names = {name.rpartition(".") for kind in ("function", "class", "data") for name in found[f"py:{kind}"]}
+    documented = [getattr(importlib.import_module(module), name, None) for module, _, name in names]
+    for package in (sage_ref, sage_ref.parallel, sage_ref.sagebwd, sage_ref.sla2):
+        offered = {name: getattr(package, name) for name in package.__all__}
+        missing = [name for name, offer in offered.items() if not any(offer is other for other in documented)]
+        assert missing == [], package.__name__
 
 
 def test_every_page_opens_whole_and_every_internal_link_arrives(book, page_at):

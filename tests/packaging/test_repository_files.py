@@ -4,7 +4,10 @@ import re
 import tomllib
 
 import yaml
-from sage_lab.records import REPOSITORY
+from sage_kernels.sagebwd.ops import MAX_HEAD_DIM, MIN_HEAD_DIM
+from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
+from sage_lab.bench.compile import SHARED_MEMORY
+from sage_lab.records import REPOSITORY, read_record
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 EDITABLE = "--editable . --editable lab --editable notebooks"
@@ -66,3 +69,16 @@ def test_the_public_address_is_typed_in_pyproject_alone():
     texts = {".py", ".md", ".yml", ".yaml", ".cff", ".txt", ""}
     files = [path for path in files if path.is_file() and path.suffix in texts]
     assert [path for path in files if address in path.read_text(errors="ignore")] == []
+
+
+def test_the_page_of_what_runs_where_says_what_was_compiled_pinned_and_measured():
+    text = (REPOSITORY / "notebooks/book/support.md").read_text()
+    for capability in SHARED_MEMORY:
+        state = "measured" if capability == 90 else "compiled"
+        assert f"| {capability / 10} | {state} |" in text
+    pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if "==" in line)
+    measured = read_record("paired_h200").provenance
+    for package, name in (("torch", "PyTorch"), ("triton", "Triton (Linux alone)")):
+        assert f"| {name} | {pins[package]} | {measured[package].partition('+')[0]} |" in text
+    assert f"| {MIN_HEAD_DIM} to {MAX_HEAD_DIM} |" in text
+    assert f"| {MASK_BLOCK_Q} x {MASK_BLOCK_KV} |" in text

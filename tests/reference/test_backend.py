@@ -179,6 +179,13 @@ def test_without_a_package_auto_says_once_that_the_reference_runs(inputs, monkey
         call(q, k, v, backend="triton")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_a_gpu_of_amd_is_refused_whose_capability_may_look_like_hoppers(monkeypatch, inputs):
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    with pytest.raises(ValueError, match="the kernels need an NVIDIA GPU, and this PyTorch is for AMD's"):
+        sagebwd_attention(*inputs(4, 4, 32, dtype=torch.float16)[:3], backend="triton")
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_auto_says_once_what_it_takes_and_has_no_graph_break(inputs):
     """In float64, which no kernel takes."""

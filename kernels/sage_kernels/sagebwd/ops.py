@@ -49,6 +49,8 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
     dtypes = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
     if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
         return f"the kernels need a CUDA tensor (or TRITON_INTERPRET=1), and query is on {query.device}"
+    if torch.version.hip:  # its cards call themselves "cuda" and have capabilities of their own
+        return "the kernels need an NVIDIA GPU, and this PyTorch is for AMD's"
     if not torch.compiler.is_compiling() and is_too_old(query.device):
         return "the kernels need a GPU of compute capability 8.0 or later"
     if query.dtype not in dtypes:

@@ -36,7 +36,9 @@ def overview_figure(table2: Record, paired: Record) -> Figure:
     right.bar_label(bars, labels, padding=4, fontsize=9)
     right.invert_yaxis()
     right.set_title(
-        f"Forward and backward pass, timed in turn\n(D=128, N=8192, {paired.provenance['gpu']})", fontsize=10
+        f"Both passes, timed in turn; error: the largest of O, dQ, dK, dV\n"
+        f"(random inputs, D=128, N=8192, {paired.provenance['gpu']})",
+        fontsize=10,
     )
     right.set(xlabel="milliseconds (shorter is better)", xlim=(0, 1.45 * max(times)))
     right.tick_params(axis="y", labelsize=9)
