@@ -23,7 +23,7 @@ from sage_course.outline import (
     project,
     public_address,
 )
-from sage_course.results import count, elsewhere, first_page, kernels, other_cards, paired, tables, video
+from sage_course.results import count, elsewhere, first_page, kernels, paired, tables, video
 
 FIGURES = REPOSITORY / "notebooks" / "figures"
 
@@ -115,10 +115,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "paired_sparse": paired.paired_sparse,
         "accuracy": kernels.accuracy,
     },
-    "notebooks/book/int8_backward.md": {
-        "backward_ratios": other_cards.backward_ratios,
-        "presets": other_cards.presets,
-    },
+    "notebooks/book/int8_backward.md": {"backward_ratios": paired.backward_ratios},
     "notebooks/book/count.md": {"count_levels": count.levels, "count_orders": count.orders},
     "notebooks/book/your_gpu.md": {"predictions": elsewhere.predictions},
     "notebooks/book/many_gpus.md": {"parallel": tables.parallel},

@@ -93,6 +93,7 @@ class Runs:
             gaps += [abs(ours[column] - theirs[column]) for ours, theirs in pairs[len(truth) // 2 :]]
         return max(gaps)
 
+
 def conditions(record: Record) -> list[Condition]:
     """Return the condition of every arm of the screening except exact attention and the controls."""
     runs, found = Runs(record), []

@@ -22,18 +22,6 @@ MULTIPROCESSORS = 132
 INT8_RATE, SIXTEEN_BIT_RATE = 4096, 2048
 EXP2_RATE, ALU_RATE, ISSUE_RATE = 16, 64, 128
 L2_RATE = 5120 / MULTIPROCESSORS
-
-
-class Rates(NamedTuple):
-    """Rates of a multiprocessor per clock: multiply-adds, instructions, bytes from the L2 cache."""
-
-    int8: float
-    sixteen_bit: float
-    exp2: float
-    l2: float
-
-
-H200 = Rates(INT8_RATE, SIXTEEN_BIT_RATE, EXP2_RATE, L2_RATE)
 EXP2_KINDS, ALU_KINDS = ("exp2", "rounding"), ("conversion", "maximum", "move")
 UNIT_NAMES = {
     "tensor": "tensor cores", "exp2": "exp2 unit, float to integer too", "alu": "other conversions, maxima, moves",
@@ -87,7 +75,7 @@ def demand(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def unit_clocks(rows: Sequence[Row], rates: Rates = H200) -> dict[str, float]:
+def unit_clocks(rows: Sequence[Row]) -> dict[str, float]:
     """Compute the clocks that each unit needs for one score of a program, if nothing holds it up.
 
     "sum" is the time if no two units ever worked at once: all of them, with the issue slots of those instructions that
@@ -95,11 +83,11 @@ def unit_clocks(rows: Sequence[Row], rates: Rates = H200) -> dict[str, float]:
     """
     needed = demand(rows)
     clocks = {
-        "tensor": needed["int8"] / rates.int8 + needed["sixteen_bit"] / rates.sixteen_bit,
-        "exp2": needed["exp2"] / rates.exp2,
+        "tensor": needed["int8"] / INT8_RATE + needed["sixteen_bit"] / SIXTEEN_BIT_RATE,
+        "exp2": needed["exp2"] / EXP2_RATE,
         "alu": needed["alu"] / ALU_RATE,
         "issue": needed["issue"] / ISSUE_RATE,
-        "l2": needed["l2"] / rates.l2,
+        "l2": needed["l2"] / L2_RATE,
     }
     others = (needed["issue"] - needed["exp2"] - needed["alu"]) / ISSUE_RATE
     return clocks | {"sum": sum(clocks.values()) - clocks["issue"] + others}
@@ -122,13 +110,11 @@ def level_clocks(instructions: Record, level: int, head_dim: int, direction: str
     return {unit: sum(each[unit] for each in clocks) for unit in clocks[0]} if clocks else {}
 
 
-def predicted(
-    instructions: Record, level: int, head_dim: int, direction: str = "fwd", rates: Rates = H200
-) -> dict[str, float]:
+def predicted(instructions: Record, level: int, head_dim: int, direction: str = "fwd") -> dict[str, float]:
     """Predict a level's clocks per score by the rule: the tensor cores' part and those of the busiest other units."""
     parts = {"tensor": 0.0}
     for rows in programs(instructions, level, head_dim, direction).values():
-        clocks = unit_clocks(rows, rates)
+        clocks = unit_clocks(rows)
         busiest = max((unit for unit in UNIT_NAMES if unit != "tensor"), key=clocks.get)
         parts["tensor"] += clocks["tensor"]
         parts[busiest] = parts.get(busiest, 0.0) + clocks[busiest]

@@ -118,3 +118,16 @@ def _absent(record: Record) -> str:
     """Return a sentence on the peers that were missing in some turn; empty if none was."""
     names = dict.fromkeys(PEER_NAMES[row["provider"]] for row in record.provenance.get("missing", ()))
     return f" The record says why {', '.join(names)} missed some turns." if names else ""
+
+
+def backward_ratios() -> str:
+    """Return the table of measured backward passes: ours and FlashAttention-4's, cuDNN's in FP8 and in bf16."""
+    record, lines = read_record(PAIRED), []
+    where = {"direction": "bwd", "head_dim": 128, "heads": 16, "layout": "bhnd", "cuda_graph": False}
+    for n in (4096, 8192, 16384):
+        for causal in (False, True):
+            ms = {row["provider"]: row["ms_median"] for row in record.select(n_q=n, causal=causal, **where)}
+            ours, fp8 = ms["fa4"] / ms["sage_kernels"], ms["sdpa_cudnn"] / ms["cudnn_fp8"]
+            lines.append((f"{n:,}{', causal' if causal else ''}", f"{ours:.2f}x", f"{fp8:.2f}x"))
+    header = ("tokens", "ours, against FlashAttention-4", "cuDNN's FP8, against cuDNN's bf16")
+    return f"{markdown_table(header, lines)}\n\nThe backward pass alone, timed in turn, D=128; {record.caption}."
