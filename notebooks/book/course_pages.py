@@ -130,7 +130,10 @@ def plain_docstring(app: Sphinx, what: str, name: str, obj: object, options: obj
 
 
 class LinksToTheReference(SphinxPostTransform):
-    """Links to the library's reference, from names in code: `sdpa`, `sage_ref.sdpa()`, `SLA2(...)`."""
+    """Links to the library's reference, from names in code: `SLA2(...)`, `sage_ref.sdpa()`, `fake_quantize`.
+
+    A single small word, such as `divisor`, may be anybody's variable: it needs its module.
+    """
 
     default_priority = 5
 
@@ -138,7 +141,8 @@ class LinksToTheReference(SphinxPostTransform):
         documented = self.env.domains.python_domain.objects
         short = Counter(full.rpartition(".")[2] for full in documented)
         places = {full.rpartition(".")[2]: place for full, place in documented.items()}
-        places = {name: place for name, place in places.items() if short[name] == 1} | documented
+        telling = (name for name in places if short[name] == 1 and ("_" in name or name != name.lower()))
+        places = {name: places[name] for name in telling} | documented
         for node in list(self.document.findall(nodes.literal)):
             found = re.fullmatch(r"([A-Za-z_][\w.]*)(\(.*\))?", node.astext())
             place = places.get(found[1]) if found else None
