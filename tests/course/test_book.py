@@ -14,7 +14,6 @@ from sage_course.outline import (
     INSTALL,
     colab_address,
     file_address,
-    notebook_files,
     notebooks,
 )
 from sage_course.readme import SECTIONS, texts
@@ -89,15 +88,6 @@ def ways():
         yield part.partition(":")[0], part.partition("```")[0], [day.splitlines() for day in days]
 
 
-def needs(path):
-    """Yield the notebooks that a first cell asks for: "01 to 03 and 05b" are 01, 02, 03 and 05b."""
-    text = "".join(json.loads(path.read_text())["cells"][0]["source"])
-    text = re.search(r"\*\*Needs\*\* (.*)", text)[1].partition(";")[0]  # after it: what only helps
-    for first, last in re.findall(r"(\d\d) to (\d\d)", text):
-        yield from (f"{number:02d}" for number in range(int(first), int(last) + 1))
-    yield from re.findall(r"\d\d[a-c]?", text)
-
-
 def test_ways_fit_into_their_time_and_five_days_hold_every_notebook(course_pages):
     days = {title: found for title, _, found in ways()}
     most = {"Half a day": 300, "One day": 480, "Three days": 480, "Five days": 480}
@@ -109,16 +99,6 @@ def test_ways_fit_into_their_time_and_five_days_hold_every_notebook(course_pages
     assert [line for line in lines if line.startswith("notebook")] == needed
     with pytest.raises(ValueError, match=r"way: expected lines among .*'notebook 00'.*, got 'notebook 99'"):
         course_pages.steps(["notebook 99"])
-
-
-def test_a_way_holds_what_its_notebooks_need_or_says_what_to_do_without():
-    files = {f"notebook {path.name.partition('_')[0]}": path for path in notebook_files()}
-    for title, prose, days in ways():
-        lines = [line for day in days for line in day]
-        for place, line in enumerate(lines):
-            if line in files:
-                missing = {f"notebook {number}" for number in needs(files[line])} - set(lines[:place])
-                assert all(name in prose.lower() for name in missing), f"{title}: {line} needs {sorted(missing)}"
 
 
 def test_a_notebooks_page_has_badges_in_place_of_colabs_cell(course_pages):

@@ -113,14 +113,6 @@ def test_where_errors_grow(changes, verdict):
     assert verdicts(layers=Record(LAYERS.provenance, rows))[1] == verdict
 
 
-@pytest.mark.parametrize(
-    ("qk_norm", "size", "counts"), [(False, LARGE, True), (True, LARGE, False), (False, SMALL, False)]
-)
-def test_a_run_without_qk_norm_that_diverges_at_the_large_step_counts(qk_norm, size, counts):
-    lost = run_like(K_SMOOTHED, 9, None, size, qk_norm)
-    assert (verdicts(with_runs(lost))[3] == SUPPORTED) == counts
-
-
 CONTROL = 0.001  # nats, of "bf16"; the second control has less
 COLUMNS = ["step", "exact_loss", "gradient_error"]
 ARMS = (TRUTH, *CONTROLS, "per tile", "per row", "kernels", "kernels, unbiased")

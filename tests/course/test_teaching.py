@@ -1,7 +1,5 @@
 """Predictions beside measurements, and the grader called from a cell."""
 
-import subprocess
-
 import numpy as np
 import pytest
 import torch
@@ -71,11 +69,7 @@ def test_a_wrong_choice_gets_its_reason(capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("The earlier keys still count.")
 
 
-def test_a_cell_can_call_the_grader_from_any_folder(capsys, monkeypatch, tmp_path):
+def test_a_cell_can_call_the_grader_from_any_folder(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match=r"expected the grader of '99' to run, .* 2: (.|\n)*01_block_quantizer"):
         grade("99")
-    done = subprocess.CompletedProcess([], 0, stdout="8 of 8 points", stderr="")
-    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-    grade("01_block_quantizer")
-    assert capsys.readouterr().out == "8 of 8 points"
