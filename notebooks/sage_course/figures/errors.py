@@ -64,7 +64,7 @@ def error_heatmap(axes: Axes, errors: Mapping[str, Mapping[str, float]]) -> None
 
 def sigma_figure(sigmas: Sequence[float]) -> Figure:
     """Draw every entry of P in SageBwd against the exact one, for each standard deviation of Q and K."""
-    title = "An error in S multiplies P: the same INT8 grid, larger scores"
+    title = "An error in S multiplies P, and larger scores have larger errors"
     figure, axes = panels(len(sigmas), width=3.0, height=3.2, sharey=True, title=title)
     for ax, sigma in zip(axes, sigmas, strict=True):
         inputs, settings = table1_inputs(256, 64, sigma, seed=0), SageBwdSettings.printed()
