@@ -28,7 +28,6 @@ COMMANDS = {
     "train-router": ("experiments.router_fit", "fit SLA2's router and alpha to full attention"),
     "video train": ("experiments.video.command", "pre-train a video model with full attention"),
     "video finetune": ("experiments.video.command", "fine-tune it with SLA2 and with every ablation, and compare them"),
-    "video speed": ("experiments.video.command", "time it with SLA2 in turn with other attentions"),
     "noise": ("experiments.gradient_noise", "compare gradient noise with the bias of quantisation, on checkpoints"),
 }
 

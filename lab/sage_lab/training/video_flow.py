@@ -10,7 +10,7 @@ the weights of a different one: one that learned smaller videos, or one with a d
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -252,24 +252,3 @@ def sample(model: nn.Module, noisy_video: Tensor, steps: int, noise_level: float
         velocity = model(x, torch.full((len(x),), t, device=x.device))
         x = x + (following - t) * velocity.to(x.dtype)
     return x
-
-
-@torch.no_grad()
-def graphed(model: nn.Module, video: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Capture model(video, noise_level) as a CUDA graph: the host starts one graph per pass instead of each program.
-
-    The graph takes videos of the shape, type and device of `video`, [B, 3, T, size, size], whose values are not used,
-    and computes with the autocast that is on now, without gradients. A call overwrites the velocity that the call
-    before it returned.
-    """
-    inputs = torch.zeros_like(video), torch.ones(len(video), device=video.device)
-    caches_casts = torch.is_autocast_cache_enabled()
-    # The graph would go on reading casts of weights that autocast frees.
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.cuda.device(video.device):
-            # Given a function: PyTorch would replace the forward of a module.
-            graph = torch.cuda.make_graphed_callables(lambda *given: model(*given), inputs)
-    finally:
-        torch.set_autocast_cache_enabled(caches_casts)
-    return torch.no_grad()(graph)

@@ -1,15 +1,14 @@
 """Results of fine-tuning a video model: arms, the paper's claims, times for RESULTS.md; pictures for notebook 13.
 
-Their records come from `python -m sage_lab video finetune` and `video speed` on a GPU.
+Their records come from `python -m sage_lab video finetune` on a GPU, and from the archived `video speed`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from PIL import Image
 from sage_lab.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, VideoRun
-from sage_lab.experiments.video.speed import speed_table
 from sage_lab.experiments.video.verdicts import (
     COLUMNS,
     LOSS,
@@ -20,7 +19,7 @@ from sage_lab.experiments.video.verdicts import (
     verdict_rows,
     verdict_table,
 )
-from sage_lab.records import RECORDED, Record, markdown_table, read_record
+from sage_lab.records import RECORDED, Record, Row, markdown_table, read_record
 from torch import Tensor
 
 ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"  # in the folder of records
@@ -30,6 +29,14 @@ PAPER_SCORES = {
     "SLA2 at 95%": 0.1023, "SLA2 at 90%": 0.1093, "SLA2 at 85%": 0.1135,
 }  # fmt: skip
 SHOWN = ("loss", "PSNR to full, dB", "attention's error", "objects kept")  # of COLUMNS
+TIMED = {  # the attentions of the archived `video speed`
+    "sla2": "SLA2",
+    "exact": "PyTorch's pick",
+    "flash_attention_2": "FlashAttention-2",
+    "cudnn": "cuDNN",
+    "flash_attention_4": "FlashAttention-4",
+    "flex": "FlexAttention, as many keys",
+}
 ON_CLIPS = "clip_loss_by_video"  # an archived measure: the loss on six real clips, which nobody trained on
 JUDGED_BY = {
     LOSS: "by the loss",
@@ -85,6 +92,17 @@ def speed() -> str:
     plan = record.provenance["plan"]
     counts = f"Medians of {plan['repetitions']} steps and {plan['sampled']} samplings"
     return f"{speed_table(record.rows)}\n\n{counts}, {record.timed}; {record.caption}.{more}"
+
+
+def speed_table(rows: Sequence[Row]) -> str:
+    """Return a table of milliseconds, and of how many times as long as SLA2 each takes."""
+    of_sla2 = {(row["what"], row["tokens"]): row["ms_median"] for row in rows if row["provider"] == "sla2"}
+    lines = []
+    for row in rows:
+        ratio = f"{row['ms_median'] / of_sla2[row['what'], row['tokens']]:.2f}"
+        name = TIMED[row["provider"]]
+        lines.append((row["what"], row["tokens"], name, row["ms_median"], ratio, row["memory_gb"] or ""))
+    return markdown_table(("", "tokens", "attention", "ms", "times as long as SLA2", "GB"), lines)
 
 
 def restored(names: Collection[str]) -> dict[str, Tensor]:

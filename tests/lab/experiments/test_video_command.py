@@ -12,7 +12,6 @@ from sage_lab.experiments.video import measures
 from sage_lab.experiments.video.pictures import film, write_strip
 from sage_lab.experiments.video.plan import AFTERWARDS, ARMS, DECISIVE, FULL, NOT_TUNED, PLANS, TRAINED, VideoRun
 from sage_lab.experiments.video.plan import planned as planned_runs
-from sage_lab.experiments.video.speed import flex
 from sage_lab.experiments.video.verdicts import CLAIMS, CONTRADICTED, SUPPORTED, bootstrap, verdict_rows
 from sage_lab.plan import Work
 from sage_lab.records import read_record
@@ -189,24 +188,3 @@ def test_train_and_finetune(tmp_path, monkeypatch, capsys):
     assert record.provenance["start"]["steps"] == 2
     assert (record.provenance["unfinished"], record.provenance["plan"]["steps"]) == ([], 1)
     assert "| SageBwd | 1 |" in capsys.readouterr().out
-
-
-def test_speed_takes_turns_and_says_what_is_missing(tmp_path):
-    main(f"video speed --repetitions 2 --device cpu --json {tmp_path}/speed.json".split())
-    record = read_record(tmp_path / "speed.json")
-    assert [(row["what"], row["tokens"], row["videos"]) for row in record.select(provider="sla2")] == [
-        ("step", 64, 2), ("sampling", 64, 1), ("step", 128, 1), ("sampling", 128, 1),
-    ]  # fmt: skip
-    assert {row["provider"] for row in record.rows} == {"sla2", "exact"}
-    assert set(record.rows[0]) == set(read_record("video_speed_h200").rows[0])
-    assert all(row["protocol"] == "paired" and row["ms_median"] > 0 for row in record.rows)
-    assert record.provenance["not_timed"]["cudnn"] == "it needs a CUDA device"
-
-
-def test_flex_attention_is_given_as_many_keys_in_blocks_that_are_drawn_once():
-    config = replace(CONFIG, frames=8, size=32, sparsity=0.75)  # 2048 tokens, 16 blocks of 128
-    first, again = (flex(config, torch.device("cpu")).keywords["block_mask"].to_dense()[0, 0] for _ in range(2))
-    assert first.shape == (16, 16)
-    assert (first.sum(1) == 4).all()
-    assert len(first.unique(dim=0)) > 8
-    assert torch.equal(first, again)

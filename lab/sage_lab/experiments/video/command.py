@@ -1,9 +1,9 @@
-"""`python -m sage_lab video ACTION`: pre-train a video model, fine-tune it with SLA2, judge it, time it."""
+"""`python -m sage_lab video ACTION`: pre-train a video model, fine-tune it with SLA2 and judge it."""
 
 from __future__ import annotations  # a field may have the name of what reads it
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,7 +22,6 @@ from sage_lab.command_line import (
 )
 from sage_lab.experiments.video.plan import ARMS, PLANS, TRAINED, planned
 from sage_lab.experiments.video.runs import Experiment
-from sage_lab.experiments.video.speed import CONTENDERS, SPEED_PLANS, length_rows, speed_table, why_missing
 from sage_lab.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
 from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.plan import OutOfTime, Run, deadline, opened
@@ -33,8 +32,6 @@ from sage_lab.training.video_scenes import digit_images
 
 # 16,384 tokens; a block of 64 is a cube of 4 x 4 x 4.
 MODEL = VideoDiTConfig(frames=16, size=128, patch=4, cube=(4, 4, 4), layers=6, width=384, heads=3)
-# Too small to show anything, large enough to try the program.
-SMALL = VideoDiTConfig(frames=4, size=8, patch=2, cube=(2, 2, 2), layers=1, width=16, heads=1, block_q=16, block_kv=8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,35 +134,3 @@ class VideoFinetune(Arguments):
             print(arm_table(work.rows) + "\n\n" + verdict_table(verdict_rows(work.rows)))
         if left:
             print(f"\n{len(left)} runs are unfinished, the next is {left[0].name}; the same command continues")
-
-
-@dataclass(frozen=True, kw_only=True)
-class VideoSpeed(Arguments):
-    """Time a training step and sampling with SLA2 in turn with its competitors."""
-
-    repetitions: Annotated[int, positive, "timed steps, at least 2"] = SPEED_PLANS["cuda"].repetitions
-    device: Annotated[str, device] = field(default_factory=usual_device)
-
-    def __post_init__(self):
-        if self.repetitions < 2:
-            raise ValueError(f"repetitions: expected at least 2, got {self.repetitions}")
-
-    def run(self, command: str) -> None:
-        device, digits = torch.device(self.device), digit_images()
-        plan = replace(SPEED_PLANS[device.type], repetitions=self.repetitions, sampled=max(2, self.repetitions // 2))
-        model = MODEL if device.type == "cuda" else SMALL
-        missing = {name: why_missing(name, device) for name in CONTENDERS}
-        here = [name for name, reason in missing.items() if reason is None]
-        found = []
-        for frames in plan.frames:
-            found += length_rows(plan, replace(model, frames=frames), digits, device, here)
-        rows = [row for row in found if "missing" not in row]
-        not_timed = {name: reason for name, reason in missing.items() if reason}
-        for row in found:
-            if "missing" in row:
-                not_timed[f"{row['provider']}, {row['what']}, {row['tokens']} tokens"] = row["missing"]
-        facts = {"plan": asdict(plan), "model": asdict(model), "not_timed": not_timed}
-        write_record(self.json, rows, command=command, **facts)
-        print(speed_table(rows))
-        for name, reason in not_timed.items():
-            print(f"not timed: {name}: {reason}")
