@@ -21,7 +21,6 @@ COMMANDS = {
     "accuracy": ("bench.accuracy", "compare the kernels with the reference on this GPU"),
     "compile": ("bench.compile", "compile every level for sm_80 to sm_120 and check the result"),
     "count": ("bench.count", "count what a score costs in your own forward kernel, beside our levels, without a GPU"),
-    "choose": ("bench.choose", "choose launch settings for GPUs that this machine lacks, by compiling candidates"),
     "info": ("experiments.info", "show this machine, the versions, and the backend that 'auto' chooses"),
     "tables": ("experiments.tables", "compute the SageBwd paper's two tables of errors again"),
     "pretrain": ("experiments.pretrain", "pre-train language models that differ in their attention; a rerun continues"),

@@ -32,7 +32,7 @@ def with_stages(*tiles: Launch, stages: tuple[int, ...] = (2, 3, 1)) -> tuple[La
 KEY_TILES = with_stages(
     Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2), Launch(128, 64, 8, 2),
 )  # fmt: skip
-# What is tried, by `bench --tune` and by `choose`. Small tiles are for GPUs on which a thread adds up in registers
+# What `bench --tune` tries. Small tiles are for GPUs on which a thread adds up in registers
 # (mma.sync), where large ones spill.
 CANDIDATES = {
     "forward": with_stages(

@@ -1,7 +1,7 @@
 """The choice of a kernel's launch settings: tile sizes, warps and pipeline stages.
 
 They come from tables (`launch_tables`): what the user measured with `python -m sage_lab bench --tune`, what we
-measured on Hopper, what `python -m sage_lab choose` compiled for the GPU's compute capability. DEFAULTS are for the
+measured on Hopper, what was chosen by compiling for the GPU's compute capability. DEFAULTS are for the
 rest. Nothing is tuned at import or at the first call.
 """
 

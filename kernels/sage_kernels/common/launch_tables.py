@@ -1,7 +1,7 @@
 """Launch tables: which settings a GPU's kernels get, from the table that knows the GPU best.
 
 In this order: the user's own, measured by `bench --tune` on a GPU of this very name; the packaged ones, measured on
-Hopper; the packaged one that `choose` compiled for the GPU's compute capability. What no table has gets DEFAULTS.
+Hopper; the packaged one that was chosen by compiling for the GPU's compute capability. What no table has gets DEFAULTS.
 
 A table is a record, {"provenance": {...}, "rows": [...]}. A user's table may be damaged or old: then a warning says so
 once, and the next table is taken. One of a different Triton is old: the compiler decides what is fast and right.

@@ -23,7 +23,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,7 +88,6 @@ class Case(NamedTuple):
     capability: int
     head_dim: int
     is_causal: bool
-    launch: Launch | None = None  # instead of what `ladder` launches
     is_unbiased: bool = False
     with_lengths: bool = False  # of sequences of several lengths
 
@@ -199,8 +198,6 @@ def level_of(case: Case) -> ForwardLevel | BackwardLevel:
 
 def launch_of(case: Case) -> Launch | None:
     """Return what `ladder` launches; for a Hopper level, the warps and registers that compute; None around levels."""
-    if case.launch is not None:
-        return case.launch
     if is_sla2(case):
         hopper = ({level.kernel: level.hopper for level in LEVELS.values()} | HOPPER_BACKWARD).get(base_of(case))
     else:
@@ -245,8 +242,7 @@ def started(case: Case) -> tuple[Any, tuple, dict, dict]:
         name, outputs = "dkdv", {"WITH_DK": "dk" in name, "WITH_DV": "dv" in name}
 
     def choose(kernel: str, level: int, head_dim: int, is_causal: bool, device: torch.device) -> Launch:
-        launch = case.launch if kernel == base_of(case) else None
-        return launch_of(Case(kernel, level, case.capability, head_dim, is_causal, launch))
+        return launch_of(Case(kernel, level, case.capability, head_dim, is_causal))
 
     def start(program, grid: tuple[int, ...], arguments: tuple, constants: dict, options: dict) -> None:
         notes.append((program, arguments, constants, options))
@@ -404,32 +400,19 @@ def complaint(case: Case, compiled: Compiled, recorded_spills: int) -> str | Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection(Arguments):
-    """Options of commands that compile."""
+class Compile(Arguments):
+    """Options of `compile`."""
 
     only: Annotated[str, "names with this, such as 'sm_90 forward level 4'"] = ""
     workers: Annotated[int, positive, "number of processes"] = 2
-
-    def of(self, every: Iterable[Case]) -> list[Case]:
-        """Return the kernels whose name has `only` in it."""
-        names = {case.name: case for case in every}
-        found = [case for name, case in names.items() if self.only in name]
-        if not found:
-            raise ValueError(f"only: expected a part of a name such as {next(iter(names))!r}, got {self.only!r}")
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compile(Selection):
-    """Options of `compile`."""
-
     all: Annotated[bool, "also compile kernels that match their record"] = False
     update: Annotated[bool, "record the compiled kernels, their spills as new limits"] = False
 
     def run(self, command: str) -> None:
         """Compile what differs from its record, or all, for sm_80 to sm_120 and check the result."""
         every, recorded = every_case(), read_json(RECORD, "the record of `compile`")
-        wanted = self.of(every)
+        if not (wanted := [case for case in every if self.only in case.name]):
+            raise ValueError(f"only: expected a part of a name such as {every[0].name!r}, got {self.only!r}")
         rows, complaints = [], []
         with process_pool(self.workers) as pool:
             digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))

@@ -51,7 +51,7 @@ class Gpu(NamedTuple):
 
 # By compute capability: A100 of 80 GB, RTX 3090, RTX 4090, H200, RTX 5090. From NVIDIA's white papers on A100, GA102,
 # Ada, Hopper and RTX Blackwell (tensor cores, memory, clock), and the CUDA programming guide ("Throughput of Native
-# Arithmetic Instructions", "Technical Specifications"). `choose` doesn't ask for Hopper's, which has measured launches.
+# Arithmetic Instructions", "Technical Specifications").
 GPUS = {
     80: Gpu(64, 64, 16, 128, 2048, 1024, 64, 164 << 10, 13.4),
     86: Gpu(128, 64, 16, 128, 1024, 256, 48, 100 << 10, 6.7),
@@ -87,7 +87,7 @@ def bytes_of(instruction: str) -> int:
 
 
 def clocks_per_score(row: Row) -> float:
-    """Predict the clocks of a multiprocessor for one score of a kernel that `choose` has compiled.
+    """Predict the clocks of a multiprocessor for one score of a kernel, from its row in launch_compiled.json.
 
     0 if nothing can be said: of a GPU that is not in GPUS, of a program without a loop with exponentials. Infinite if
     no program fits.

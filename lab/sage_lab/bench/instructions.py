@@ -7,8 +7,6 @@ clock. An instruction on a pair of float16 numbers counts once.
 
 import re
 
-from sage_kernels.common.candidates import Launch
-
 # The first kind whose pattern matches the start of an instruction's name is its kind.
 KINDS = {
     "matmul": "HGMMA|IGMMA|HMMA|IMMA|UTC.MMA",
@@ -21,11 +19,6 @@ KINDS = {
     "spill": "LDL|STL",
     "rest": "",
 }
-
-
-def scores_of(launch: Launch) -> int:
-    """Return how many of a tile's scores a thread holds."""
-    return launch.block_q * launch.block_kv // (32 * launch.num_warps)
 
 
 def exponentials(loop: list[str]) -> int:

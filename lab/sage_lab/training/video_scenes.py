@@ -4,8 +4,6 @@ Behind them a textured background passes by as the camera pans. Everything follo
 seed, 16 for each object, so that a scene is the same on every device. Its pixels are arithmetic on those numbers, made
 where the model trains. Nothing waits: the numbers are copied while the device works on the step before.
 
-The truth about a scene is known exactly (`Truths`): where every object is, and whether something hides it. So one can
-measure whether a model kept the objects and their motion.
 """
 
 import math
@@ -49,17 +47,6 @@ class Scenes(NamedTuple):
     background_wave: Tensor
 
 
-class Truths(NamedTuple):
-    """The truth about each object in each frame.
-
-    centre [B, K, T, 2]: on the screen, in pixels, height first. visible [B, K, T]: the share of the object's pixels on
-    the screen that nothing nearer hides; 0 where its centre is off the screen, and for objects that are not there.
-    """
-
-    centre: Tensor
-    visible: Tensor
-
-
 def digit_images() -> Tensor:
     """Return scikit-learn's digits, float32 [1797, 8, 8] in [0, 1].
 
@@ -101,10 +88,11 @@ def seed_of(seed: Sequence[int]) -> int:
     return int(np.random.SeedSequence(tuple(seed)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tensor, Truths]:
-    """Return (videos, float32 [B, 3, frames, size, size] in [-1, 1], their truths). digits: `digit_images()`.
+def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tensor, Tensor]:
+    """Return videos, float32 [B, 3, frames, size, size] in [-1, 1], and where objects are. digits: `digit_images()`.
 
-    They are on the device of the scenes. The arithmetic does not depend on how many videos are rendered together.
+    The places are those of centres on the screen, in pixels, height first: [B, K, frames, 2]. Both are on the device of
+    the scenes. The arithmetic does not depend on how many videos are rendered together.
     """
     device = scenes.start.device
     time = torch.arange(frames, device=device, dtype=torch.float32)
@@ -112,7 +100,6 @@ def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tens
     camera = scenes.camera[:, None] * (time[:, None] - (frames - 1) / 2)  # [B, T, 2]
     video = background(scenes, y + camera[..., :1, None], x + camera[..., 1:, None])
     centres = object_paths(scenes, time, size) - camera[:, None]  # [B, K, T, 2]
-    covers = []
     for k in range(OBJECTS):
         centre = centres[:, k, :, :, None, None]  # [B, T, 2, 1, 1]
         radius = scenes.radius[:, k, None, None, None]
@@ -121,8 +108,7 @@ def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tens
         cover = coverage(scenes, digits, k, v, u) * scenes.is_there[:, k, None, None, None]
         texture = 0.5 + 0.5 * torch.sin(scenes.wave[:, k, None, None, None] * (u + v))
         video = torch.lerp(video, mix(scenes.colours[:, k], texture), cover[:, None])
-        covers.append(cover)
-    return video, Truths(centres, visible_shares(torch.stack(covers, 1), centres, size))
+    return video, centres
 
 
 def background(scenes: Scenes, y: Tensor, x: Tensor) -> Tensor:
@@ -162,18 +148,7 @@ def coverage(scenes: Scenes, digits: Tensor, k: int, v: Tensor, u: Tensor) -> Te
     return cover
 
 
-def visible_shares(covers: Tensor, centres: Tensor, size: int) -> Tensor:
-    """Compute `Truths.visible` from covers [B, K, T, size, size] and centres [B, K, T, 2]."""
-    left, seen = torch.ones_like(covers[:, 0]), []
-    for cover in covers.unbind(1)[::-1]:  # the nearest first
-        seen.append((cover * left).sum((-2, -1)))
-        left = left * (1 - cover)
-    share = torch.stack(seen[::-1], 1) / covers.sum((-2, -1)).clamp_min(1e-6)
-    is_on_screen = ((centres >= 0) & (centres <= size)).all(-1)
-    return share * is_on_screen
-
-
-def moving_scenes(count: int, digits: Tensor, frames: int, size: int, *, seed: Sequence[int]) -> tuple[Tensor, Truths]:
+def moving_scenes(count: int, digits: Tensor, frames: int, size: int, *, seed: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Render `count` scenes that are drawn from `seed`, on the device of the digits."""
     scenes = draw_scenes(count, len(digits), size, seed=seed, device=digits.device)
     return render(scenes, digits, frames, size)

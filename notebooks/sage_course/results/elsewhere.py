@@ -1,13 +1,16 @@
 """Whether INT8 pays on GPUs that we don't have: what the cost model predicts."""
 
+from importlib import resources
+from pathlib import Path
+
 from sage_kernels.common.launch_tables import SAME_CODE
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
-from sage_lab.bench.choose import TABLE
 from sage_lab.bench.cost_model import clocks_per_score
 from sage_lab.records import markdown_table, read_record
 
 from sage_course.results.kernels import BENCH, MAIN_N
 
+TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))
 # The cards that a prediction is for. Others of the same compute capability (A10, L40S) multiply 16 bit at another rate.
 PREDICTED = {80: "A100", 86: "GeForce RTX 30", 89: "GeForce RTX 40", 120: "GeForce RTX 50"}
 # Direction -> the ladder, and the INT8 level that runs by itself where there is none of Hopper's. Level 0 has 16 bit.

@@ -2,21 +2,18 @@
 
 import json
 from dataclasses import replace
-from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments.video import measures
-from sage_lab.experiments.video.pictures import film, write_strip
 from sage_lab.experiments.video.plan import AFTERWARDS, ARMS, DECISIVE, FULL, NOT_TUNED, PLANS, TRAINED, VideoRun
 from sage_lab.experiments.video.plan import planned as planned_runs
 from sage_lab.experiments.video.verdicts import CLAIMS, CONTRADICTED, SUPPORTED, bootstrap, verdict_rows
 from sage_lab.plan import Work
 from sage_lab.records import read_record
 from sage_lab.training.video_flow import flow_batch, started_model
-from sage_lab.training.video_scenes import draw_scenes, render
 from video_cases import CONFIG, PLAN, QUICK, experiment, made_up_digits, opened_weights
 
 from sage_ref.sla2 import SLA2
@@ -62,14 +59,10 @@ def test_each_arm_trains_as_its_name_says(tmp_path, arm):
 # Measurements
 
 
-def test_psnr_and_ssim_are_their_equations():
+def test_psnr_is_its_equation():
     video = torch.rand(2, 3, 2, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
     assert measures.psnr(video, video).tolist() == [100, 100]
     assert torch.allclose(measures.psnr(video, video + 0.2), torch.tensor(20.0))  # an error of a tenth of the range
-    assert torch.allclose(measures.ssim(video, video), torch.ones(2))
-    assert measures.ssim(video, video.flip(-1)).max() < 0.3
-    grey, darker = torch.zeros(1, 3, 1, 16, 16), torch.full((1, 3, 1, 16, 16), -0.5)  # 0.5 and 0.25 of [0, 1]
-    assert measures.ssim(grey, darker).item() == pytest.approx((2 * 0.125 + 1e-4) / (0.25 + 0.0625 + 1e-4), rel=1e-3)
 
 
 def test_losses_are_of_every_video_at_every_level_and_only_sparse_attention_has_errors():
@@ -83,37 +76,6 @@ def test_losses_are_of_every_video_at_every_level_and_only_sparse_attention_has_
         sparse = measures.attention_errors(started_model(PLAN.config(CONFIG, "SLA2"), opened_weights()), *batch)
     assert len(sparse) == CONFIG.layers
     assert max(exact) < 1e-6 < 0.01 < min(sparse)
-
-
-def test_objects_are_kept_where_they_are_there():
-    scenes = draw_scenes(2, len(DIGITS), 96, seed=(4,), device="cpu")
-    video, objects = measures.known_objects(scenes, DIGITS, 4, 96)
-    assert measures.truth_row(video, objects)["kept"] == 1
-    for k in range(3):
-        is_there = scenes.is_there.clone()
-        is_there[:, k] = False
-        share = measures.found_objects(render(scenes._replace(is_there=is_there), DIGITS, 4, 96)[0], objects)
-        assert share[:, k][objects.is_seen[:, k]].max() < 0.4
-        others = [j for j in range(3) if j != k]
-        assert share[:, others][objects.is_seen[:, others]].min() > 0.4
-    noise = torch.randn(video.shape, generator=torch.Generator().manual_seed(0))
-    for seen, kept in ((video + 0.1 * noise, 1), (noise, 0)):
-        assert measures.truth_row(seen, objects)["kept"] == kept
-    near, far = (measures.truth_row(video.roll(pixels, -1), objects)["kept"] for pixels in (2, 9))
-    assert near > 0.8 > far
-
-
-def test_films_and_strips_are_small(tmp_path):
-    from PIL import Image
-
-    video, _ = render(draw_scenes(1, len(DIGITS), 64, seed=(4,), device="cpu"), DIGITS, 8, 64)
-    played = film(video[0])
-    write_strip(tmp_path / "strip.png", video[0])
-    with Image.open(BytesIO(played)) as gif, Image.open(tmp_path / "strip.png") as strip:
-        assert (gif.n_frames, gif.size, strip.size) == (8, (64, 64), (6 * 64, 64))
-        shown = torch.from_numpy(np.array(strip.convert("RGB"))[:, :64]).permute(2, 0, 1) / 127.5 - 1
-    assert (shown - video[0, :, 0]).abs().mean() < 0.05
-    assert len(played) < 40_000
 
 
 # Claims
@@ -162,7 +124,6 @@ def test_rows_say_what_they_are_compared_with(tmp_path):
         sizes = [len(row[name]) for name in ("loss_by_video", "attention_error")]
         assert sizes == [plan.videos, CONFIG.layers]
     json.dumps(work.rows, allow_nan=False)
-    assert {path.stem for path in (tmp_path / "pictures").iterdir()} == {"full_seed0_restored", "restored_truth"}
 
 
 def test_a_run_that_diverges_is_a_row(tmp_path):

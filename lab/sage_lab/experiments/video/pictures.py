@@ -1,12 +1,9 @@
-"""Videos as small files for a notebook: a GIF that plays, and a strip of frames side by side."""
+"""Videos as small files for a notebook."""
 
 from io import BytesIO
-from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from sage_lab.files import replaced
 
 COLOURS = 64
 FRAME_MS = 80
@@ -28,11 +25,3 @@ def film(video: Tensor) -> bytes:
     found = BytesIO()
     frames[0].save(found, "GIF", save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
     return found.getvalue()
-
-
-def write_strip(path: Path, video: Tensor, frames: int = 6) -> None:
-    """Write a PNG of at most `frames` frames of a video [3, T, size, size] in [-1, 1], side by side."""
-    chosen = torch.linspace(0, video.shape[1] - 1, min(frames, video.shape[1])).round().long()
-    (picture,) = pictures_of(torch.cat(list(video[:, chosen].unbind(1)), -1)[:, None])
-    with replaced(path) as temporary:
-        picture.quantize(4 * COLOURS).save(temporary, "PNG", optimize=True)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sage_lab.experiments.video.measures import Answers, Questions, answers, questions
-from sage_lab.experiments.video.pictures import write_strip
+from sage_lab.experiments.video.measures import Questions, answers, questions
 from sage_lab.experiments.video.plan import ARMS, FULL, VideoPlan, VideoRun
 from sage_lab.files import replaced
 from sage_lab.models.video_dit import VideoDiTConfig
@@ -21,8 +20,6 @@ from sage_lab.records import Row
 from sage_lab.training.loop import train
 from sage_lab.training.video_flow import FlowTraining, Weights, digest, started_model
 from sage_lab.training.video_router import RouterTraining
-
-DRAWN = (FULL, "SLA2", "SLA at 90%")  # notebook 13 shows them
 
 
 class Tuned(NamedTuple):
@@ -95,19 +92,11 @@ class Experiment:
         path = samples_path(work.folder, seed)
         if run != VideoRun(FULL, seed) and path.exists():
             reference, named = torch.load(path, weights_only=True), f"{FULL}, seed {seed}"
-        found = answers(model, self.questions, self.plan, reference)
+        found, samples = answers(model, self.questions, self.plan, reference)
         if run.arm == FULL:
             with replaced(samples_path(work.folder, run.seed)) as temporary:
-                torch.save(found.samples.cpu(), temporary)
-        if run.arm in DRAWN and run.seed == self.plan.seeds[0]:
-            self.draw(run, found, work.folder / "pictures")
-        return row | {"compared_with": named} | found.row
-
-    def draw(self, run: VideoRun, found: Answers, folder: Path) -> None:
-        """Draw a restored scene as a strip."""
-        write_strip(folder / f"{run.name}_restored.png", found.restored[0])
-        if run.arm == FULL:
-            write_strip(folder / "restored_truth.png", self.questions.restored[0])
+                torch.save(samples.cpu(), temporary)
+        return row | {"compared_with": named} | found
 
 
 def samples_path(folder: Path, seed: int) -> Path:

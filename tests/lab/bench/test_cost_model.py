@@ -1,10 +1,9 @@
-"""The launch that `choose` takes: the cost model, and the choice among compiled candidates, worked out by hand."""
+"""The cost model, worked out by hand."""
 
 import pytest
 
 pytest.importorskip("triton")
 from sage_kernels.common.candidates import Launch
-from sage_lab.bench.choose import choice, table_launch
 from sage_lab.bench.cost_model import clocks_per_score, demand, tiles_per_clock
 from sage_lab.bench.instructions import tile_loops
 
@@ -58,11 +57,7 @@ def test_a_warp_alone_takes_the_sum_and_many_those_of_the_busiest_unit():
     assert tiles_per_clock(needed, 0.5) == pytest.approx(0.5 / 60)
 
 
-SMALL, LARGE = Launch(64, 128, 4, 2), Launch(128, 128, 8, 2)
-
-
-def staged(launch, stages):
-    return launch._replace(num_stages=stages)
+SMALL = Launch(64, 128, 4, 2)
 
 
 def row(launch, in_loops=0, floats=1000, instructions=100, shared=10 << 10, **more):
@@ -80,26 +75,3 @@ def test_clocks_per_score_follow_from_how_many_warps_share_a_scheduler():
     assert busy == pytest.approx(2 * per_score)  # an instruction a clock
     assert clocks_per_score(row(SMALL, shared=100 << 10)) == float("inf")
     assert clocks_per_score(row(SMALL, capability=100)) == 0  # nobody's data sheet
-
-
-FAST = row(LARGE, floats=500)
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    {
-        "the fastest": ([row(SMALL), FAST], LARGE),
-        "not one that spills in its loop": ([row(SMALL, spills=9), FAST | {"spills_in_loops": 2}], SMALL),
-        "not one that is too large": ([row(SMALL), FAST | {"shared": 99 * 1024 + 1}], SMALL),
-        "not one that failed": ([row(SMALL), LARGE._asdict() | {"problem": "CompilationError"}], SMALL),
-        "one stage, where two spill": ([row(SMALL, 3), row(staged(SMALL, 1), 1)], staged(SMALL, 1)),
-        "two stages, where they don't": ([row(SMALL), row(staged(SMALL, 1), floats=1)], SMALL),
-        "three stages are hardly faster": ([row(SMALL), row(staged(SMALL, 3), floats=980, instructions=90)], SMALL),
-        "three stages are faster": ([row(SMALL), row(staged(SMALL, 3), floats=900)], staged(SMALL, 3)),
-        "the shortest of near ties": ([row(SMALL, instructions=90), row(LARGE, floats=980, instructions=95)], SMALL),
-        "none, if none fits": ([row(SMALL, shared=1 << 20)], None),
-    }.values(),
-)
-def test_the_launch_that_is_chosen(rows, expected):
-    found = choice(rows)
-    assert (found and table_launch(found)) == expected
