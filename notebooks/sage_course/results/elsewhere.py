@@ -1,13 +1,15 @@
-"""Whether INT8 pays on GPUs that we don't have: what the cost model predicts."""
+"""Whether INT8 pays on GPUs that we don't have: what the rule of notebook 08 predicts."""
 
 from importlib import resources
 from pathlib import Path
 
 from sage_kernels.common.launch_tables import SAME_CODE
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
-from sage_lab.bench.cost_model import clocks_per_score
+from sage_lab.bench.cost_model import GPUS, by_the_rule, demand
+from sage_lab.bench.count import MEASURED, Problem
 from sage_lab.records import markdown_table, read_record
 
+from sage_course.results.count import clocks_of
 from sage_course.results.kernels import BENCH, MAIN_N
 
 TABLE = Path(str(resources.files("sage_kernels.common") / "launch_compiled.json"))
@@ -20,13 +22,17 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 
 def predicted(capability: int, head_dim: int, direction: str) -> float:
-    """Predict the time of our kernels in 16 bit over that of our INT8 kernels, for a card of PREDICTED."""
+    """Predict the time of our kernels in 16 bit over that of our INT8 kernels, for a card of PREDICTED, by the rule."""
     code = SAME_CODE.get(capability, capability)
     table, (levels, own) = read_record(TABLE), PORTABLE[direction]
 
     def clocks(level: int) -> float:
-        where = {"capability": code, "level": level, "head_dim": head_dim}
-        return sum(clocks_per_score(table.select(kernel=x, **where)[0]) for x in levels[level].kernels(head_dim))
+        total = 0.0
+        for kernel in levels[level].kernels(head_dim):
+            (row,) = table.select(kernel=kernel, capability=code, level=level, head_dim=head_dim)
+            scores = row["block_q"] * row["block_kv"] / row["num_warps"]
+            total += sum(by_the_rule({name: row[name] / scores for name in demand([])}, GPUS[capability]))
+        return total
 
     return clocks(0) / clocks(own)
 
@@ -43,6 +49,11 @@ def predictions() -> str:
         where = {"n_q": MAIN_N, "head_dim": head_dim, "direction": direction, "causal": False, "scope": "kernel"}
         ms = (record.select(level=level, **where)[0]["ms_median"] for level in (0, PORTABLE[direction][1]))
         measured.append(f"{next(ms) / next(ms):.2f}")
+    by_rule = []
+    for head_dim in (128, 64):
+        clocks = clocks_of(Problem(MEASURED, head_dim, False))
+        by_rule += [f"{clocks['level 0'] / clocks['level 4']:.2f}", ""]
+    lines.append(("H200 (9.0), the same kernels", *by_rule))
     lines.append((f"H200 (9.0): measured, {record.timed}", *measured))
     header = ("card (compute capability)", *(f"D={d} {DIRECTIONS[direction]}" for d, direction in COLUMNS))
     return f"{markdown_table(header, lines)}\n\nThe last line: {record.caption}."

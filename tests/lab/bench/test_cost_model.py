@@ -1,13 +1,11 @@
-"""The cost model, worked out by hand."""
+"""What a loop asks of the units, counted by hand."""
 
 import pytest
 
 pytest.importorskip("triton")
-from sage_kernels.common.candidates import Launch
-from sage_lab.bench.cost_model import clocks_per_score, demand, tiles_per_clock
+from sage_lab.bench.cost_model import demand
 from sage_lab.bench.instructions import tile_loops
 
-NOTHING = demand([])
 INSTRUCTIONS = {  # -> multiply-adds in INT8 and in 16 bit, bytes of shared memory
     "IMMA.16832.S8.S8.SAT R104, R32.reuse.ROW, R164.COL, R140": (16 * 8 * 32, 0, 0),
     "HMMA.16816.F32.BF16 R172, R204, R172, RZ": (0, 16 * 8 * 16, 0),
@@ -46,32 +44,3 @@ def test_the_inner_loops_are_those_over_tiles_and_their_instructions_have_units(
     assert (len(unmasked), len(masked)) == (len(UNMASKED) + 1, len(MASKED) + 1)
     expected = {"instructions": 6, "float32": 2, "integer": 1, "special": 1, "other": 3, "bytes": 0}
     assert demand(unmasked) == expected | {"int8": 16 * 8 * 32, "float16": 0}
-
-
-def test_a_warp_alone_takes_the_sum_and_many_those_of_the_busiest_unit():
-    needed = {"float32": 10, "special": 30, "tensor cores": 20, "other": 0}
-    assert tiles_per_clock(needed, 1) == pytest.approx(1 / 60)
-    # Two warps: one meets the other at a unit as often as that is there, 10, 30 and 20 of 60 clocks.
-    assert tiles_per_clock(needed, 2) == pytest.approx(2 / (10 * 7 / 6 + 30 * 9 / 6 + 20 * 8 / 6))
-    assert tiles_per_clock(needed, 10**4) == pytest.approx(1 / 30, rel=1e-3)
-    assert tiles_per_clock(needed, 0.5) == pytest.approx(0.5 / 60)
-
-
-SMALL = Launch(64, 128, 4, 2)
-
-
-def row(launch, in_loops=0, floats=1000, instructions=100, shared=10 << 10, **more):
-    """A candidate whose warps need the unit for float32 for so many clocks per tile."""
-    needed = NOTHING | {"instructions": instructions, "float32": floats}
-    sizes = {"capability": 86, "registers": 255, "shared": shared, "spills": in_loops, "spills_in_loops": in_loops}
-    return sizes | launch._asdict() | needed | {"instructions_per_score": instructions / 64} | more
-
-
-def test_clocks_per_score_follow_from_how_many_warps_share_a_scheduler():
-    """Of 65,536 registers and 100 KB of an RTX 3090; float32 takes a clock per warp's instruction, others none."""
-    per_score = 1000 * 4 / (4 * 64 * 128)
-    assert clocks_per_score(row(SMALL, shared=90 << 10)) == pytest.approx(per_score)  # one warp a scheduler
-    busy = clocks_per_score(row(SMALL, registers=64, instructions=2000))
-    assert busy == pytest.approx(2 * per_score)  # an instruction a clock
-    assert clocks_per_score(row(SMALL, shared=100 << 10)) == float("inf")
-    assert clocks_per_score(row(SMALL, capability=100)) == 0  # nobody's data sheet
