@@ -10,7 +10,7 @@ its own checkpoint (`Work.checkpoint`, `sage_lab.training.loop`).
         arm: str
         seed: int
 
-    plan = Plan("losses", [[LossRun(arm, seed) for seed in (0, 1, 2) for arm in ("exact", "sagebwd")]])
+    plan = Plan("losses", [LossRun(arm, seed) for seed in (0, 1, 2) for arm in ("exact", "sagebwd")])
     with opened(plan, Path("runs"), arguments=settings, is_over=deadline(self.minutes)) as work:
         left = work.finish(lambda run, device: [{"arm": run.arm, "loss": train(run)}])
     work.record(self.json, command)
@@ -21,10 +21,10 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,42 +63,24 @@ class Run:
         """All fields, for a row."""
         return asdict(self)
 
-    def replace(self, **changes: Any) -> Self:
-        """Return the run that differs in these fields."""
-        return replace(self, **changes)
-
     @classmethod
     def of_row(cls, row: Row) -> Self:
         """Return the run whose `facts` are in a row."""
         return cls(**{field.name: row[field.name] for field in fields(cls)})
 
 
-Finished = Mapping[Run, list[Row]]
-Stage = Sequence[Run] | Callable[[Finished], Sequence[Run]]
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Runs in the order of what they decide; with less time, the last ones are cut first.
-
-    stages: each one a list of runs, or a function that chooses them from the rows of all runs of the stages before it.
-    A stage begins when the runs of the stages before it are finished.
-    """
+    """Runs in the order of what they decide; with less time, the last ones are cut first."""
 
     name: str
-    stages: Sequence[Stage]
+    runs: Sequence[Run]
 
-    def known(self, finished: Finished) -> list[Run]:
-        """Return every run that is known to be needed. Raises ValueError if two of them have the same name."""
-        runs: dict[str, Run] = {}
-        for stage in self.stages:
-            if any(run not in finished for run in runs.values()):
-                break
-            before = {run: finished[run] for run in runs.values()}
-            for run in stage(before) if callable(stage) else stage:
-                if runs.setdefault(run.name, run) != run:
-                    raise ValueError(f"runs: expected a different name for each, got {run.name} twice")
-        return list(runs.values())
+    def __post_init__(self):
+        names = [run.name for run in self.runs]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"runs: expected a different name for each, got {name} twice")
 
 
 class FinishedParts:
@@ -153,20 +135,13 @@ class Work:
 
     @property
     def finished(self) -> dict[Run, list[Row]]:
-        """The rows of every finished run that is known to be needed, in the plan's order."""
-        kept, found = self.parts.parts, {}
-        while True:
-            known = self.plan.known(found)  # more of them once the runs before them are finished
-            now = {run: kept[run.name] for run in known if run.name in kept}
-            if now == found:
-                return now
-            found = now
+        """The rows of every finished run, in the plan's order."""
+        return {run: self.parts.parts[run.name] for run in self.plan.runs if run.name in self.parts.parts}
 
     @property
     def left(self) -> list[Run]:
-        """The runs that are known to be needed and not finished."""
-        finished = self.finished
-        return [run for run in self.plan.known(finished) if run not in finished]
+        """The runs that are not finished."""
+        return [run for run in self.plan.runs if run.name not in self.parts.parts]
 
     @property
     def rows(self) -> list[Row]:

@@ -21,7 +21,7 @@ class Draw(Run):
 
 
 RUNS = [Draw(arm, seed) for seed in (0, 1) for arm in ("exact", "INT8, K smoothed")]
-PLAN = Plan("draws", [RUNS])
+PLAN = Plan("draws", RUNS)
 
 
 def drawn(run, device=None):
@@ -32,24 +32,13 @@ def test_a_name_has_every_field_and_is_a_files():
     assert RUNS[1].name == "INT8_K_smoothed_seed0_rate0.5"
     assert Draw("a/b: 5%", 0, 1e-3).name == "a_b_5_seed0_rate0.001"
     with pytest.raises(ValueError, match="runs: expected a different name for each, got a_seed0_rate0.5 twice"):
-        Plan("x", [[Draw("a", 0), Draw("a%", 0)]]).known({})
+        Plan("x", [Draw("a", 0), Draw("a%", 0)])
 
 
-def test_a_stage_begins_when_all_before_it_is_finished_and_sees_its_rows(tmp_path):
-    def best(finished):
-        return [Draw("winner", round(100 * max(rows[0]["value"] for rows in finished.values())))]
-
-    plan = Plan("staged", [RUNS[:1], RUNS[1:3], best])
-    assert plan.known({}) == RUNS[:1]
-    assert plan.known({RUNS[0]: [], RUNS[2]: []}) == RUNS[:3]
+def test_nobody_else_does_the_work_meanwhile(tmp_path):
     expected = "path: expected a file that no other process is writing"
-    with opened(plan, tmp_path, None) as work:
-        with pytest.raises(ValueError, match=expected), opened(plan, tmp_path, None):
-            pass
-        assert work.finish(drawn) == []
-    assert [run.arm for run in work.finished] == ["exact", "INT8, K smoothed", "exact", "winner"]
-    assert work.rows == [row for run in work.finished for row in drawn(run)]
-    assert Work(plan, tmp_path, None).finished == work.finished
+    with opened(PLAN, tmp_path, None), pytest.raises(ValueError, match=expected), opened(PLAN, tmp_path, None):
+        pass
 
 
 def worked_off(folder, killed_in=None):

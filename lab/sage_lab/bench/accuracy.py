@@ -1,8 +1,7 @@
 """The command `accuracy`: compare the kernels on this GPU with the reference, which simulates them.
 
-For SageBwd it runs a list of awkward shapes and the paper's Table 1, next to the reference's and the paper's numbers.
-Backward level 5 rounds more than the reference does: P and dS to float16, parts of dQ to integers. For SLA2 it runs the
-same shapes with every share of selected blocks.
+It runs a list of awkward shapes. Backward level 5 rounds more than the reference does: P and dS to float16, parts of dQ
+to integers. For SLA2 it runs the same shapes with every share of selected blocks.
 """
 
 import itertools
@@ -19,14 +18,13 @@ from torch import Tensor
 import sage_ref
 from sage_lab.bench.timing import require_gpu
 from sage_lab.command_line import Arguments, Failed
-from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
 from sage_lab.records import Row, markdown_table, write_record
 from sage_lab.repairs import scales_in_a_record
 from sage_ref.sagebwd.settings import GRANULARITIES, SageBwdSettings
 from sage_ref.sla2 import block_count, selected_count, top_blocks
-from sage_ref.tracing import exact_intermediates, relative_l2
+from sage_ref.tracing import relative_l2
 
-OPERANDS = ("query", "key", "value")
+OPERANDS, TENSORS = ("query", "key", "value"), ("O", "dQ", "dK", "dV")
 SELECTED: dict[str, Callable[[int], int]] = {  # how many of a row's key blocks
     "none": lambda blocks: 0,
     "one": lambda blocks: 1,
@@ -97,32 +95,8 @@ def sagebwd_rows(grid: Grid = SAGEBWD) -> Iterator[Row]:
         columns, *inputs = drawn(lengths, head_dim, heads, dtype, grid.device)
         options = {"is_causal": is_causal, "granularity": granularity, "enable_gqa": True}
         found = both(partial(sage_ref.sagebwd_attention, **options), *inputs)
-        columns = {"table": "shapes", **columns, "causal": is_causal, "dtype": dtype}
+        columns |= {"causal": is_causal, "dtype": dtype}
         yield columns | scales_in_a_record(SageBwdSettings(granularity=granularity)) | errors(*found, lengths[1])
-
-
-def table1_rows(
-    n: int = 2048,
-    head_dim: int = 128,
-    seeds: int = 5,
-    device: str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
-) -> Iterator[Row]:
-    """Yield Table 1 with the kernels: relative L2 against exact attention, mean over seeds, beside the reference's."""
-    settings = SageBwdSettings()
-    for sigma, printed in PAPER_TABLE1.items():
-        totals = {name: [0.0, 0.0] for name in TENSORS}
-        for seed in range(seeds):
-            tensors = table1_inputs(n, head_dim, sigma, seed, device)
-            *operands, grad_output = (x.to(dtype) for x in tensors)
-            exact = exact_intermediates(*operands, grad_output, settings)
-            found = both(sage_ref.sagebwd_attention, dict(zip(OPERANDS, operands, strict=True)), grad_output)
-            for name, which in itertools.product(TENSORS, (0, 1)):
-                totals[name][which] += relative_l2(found[which][name], exact[name]) / seeds
-        for (name, (kernel, reference)), (_, paper) in zip(totals.items(), printed, strict=True):
-            columns = {"table": "table1", "sigma": sigma, "tensor": name, "n": n, "head_dim": head_dim}
-            found = {"kernel_rel_l2": round(kernel, 6), "reference_rel_l2": round(reference, 6)}
-            yield columns | scales_in_a_record(settings) | found | {"paper_rel_l2": paper}
 
 
 def sla2_inputs(
@@ -176,10 +150,4 @@ class Accuracy(Arguments):
         worst = largest(rows)
         print(f"{len(rows)} cases, largest relative L2 against the simulating reference:\n")
         print(markdown_table(worst, [worst.values()]))
-        if self.op == "sagebwd":
-            table1 = list(table1_rows())
-            print("\nTable 1, relative L2 against exact attention:\n")
-            columns = ("sigma", "tensor", "kernel_rel_l2", "reference_rel_l2", "paper_rel_l2")
-            print(markdown_table(columns, [[row[column] for column in columns] for row in table1]))
-            rows += table1
         write_record(self.json, rows, command=command, seeds=[0])

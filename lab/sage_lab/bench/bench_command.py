@@ -1,6 +1,6 @@
 """The command `bench`: times of the public functions or of every level, or launch tables (--tune)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,19 +27,13 @@ class Measurement(NamedTuple):
 
     shapes: Callable[..., Iterator[Shape]]  # of lengths and head_dims
     turns: Callable[[Shape, Gpu], Iterator[Turn]]
-    parts: Callable[[Shape, Gpu], Iterator[Row]] = lambda shape, gpu: iter(())  # what is timed alone
-
-    def rows(self, shape: Shape, gpu: Gpu = GPU, without: Sequence[str] = ()) -> Iterator[Row]:
-        """Yield the rows of one shape, and of who is missing."""
-        yield from measure(self.turns(shape, gpu), without)
-        yield from self.parts(shape, gpu)
 
 
 MEASUREMENTS = {  # by --op and --levels
     ("sagebwd", False): Measurement(dense.user_shapes, dense.user_turns),
     ("sagebwd", True): Measurement(dense.ladder_shapes, dense.ladder_turns),
     ("sla2", False): Measurement(sparse.user_shapes, sparse.user_turns),
-    ("sla2", True): Measurement(sparse.ladder_shapes, sparse.ladder_turns, sparse.part_rows),
+    ("sla2", True): Measurement(sparse.ladder_shapes, sparse.ladder_turns),
 }
 PRINTED = ("provider", "level", "scope", "direction", "cuda_graph", "ms_median", "host_us", "tops", "rel_l2")
 
@@ -49,7 +43,7 @@ class Bench(Arguments):
     """Options of `bench`."""
 
     op: Annotated[Literal["sagebwd", "sla2"], "which kernels"] = "sagebwd"
-    levels: Annotated[bool, "time every level and its parts"] = False
+    levels: Annotated[bool, "time every level"] = False
     tune: Annotated[bool, "time launch settings for this GPU instead"] = False
     workers: Annotated[int, positive, "processes that compile for --tune"] = 8
     n: Annotated[tuple[int, ...], positive, "only these sequence lengths"] = ()
@@ -108,7 +102,7 @@ def measured_rows(bench: Bench, shape: Shape, gpu: Gpu) -> list[Row]:
     """Measure one shape and print each row as soon as it is there."""
     print(f"\n{shape}\n\n{markdown_table(PRINTED, [])}", flush=True)
     rows = []
-    for row in bench.measurement.rows(shape, gpu, bench.without):
+    for row in measure(bench.measurement.turns(shape, gpu), bench.without):
         rows.append(row)
         if "missing" in row:
             print(f"not timed: {row['provider']}, {row['missing']}", flush=True)

@@ -30,7 +30,7 @@ class Case:
     problem: Problem
     direction: str  # "fwd", "bwd" or "fwd+bwd"
     # "kernel": the kernels of a level alone; "op": with what prepares their inputs; "autograd": the public function,
-    # from 16-bit tensors to O and the gradients. "part": one part of an operation, timed alone.
+    # from 16-bit tensors to O and the gradients.
     scope: str = "autograd"
     cuda_graph: bool = False  # captured once and replayed without the host
     repetitions: int = REPETITIONS
@@ -95,12 +95,11 @@ def judged(case: Case, provider: Provider) -> tuple[Callable[[], object], float]
     return run, worst_error(found, problem.exact(provider.op)[computed], provider.largest_error, RESULTS[computed])
 
 
-def row_of(case: Case, provider: Provider, timing: Timing, protocol: str = "paired", **figures: float | str) -> Row:
+def row_of(case: Case, provider: Provider, timing: Timing, **figures: float) -> Row:
     """Return the row of one time. TOPS count two matmuls forward, five backward, of the scores that are needed."""
     problem, shape = case.problem, case.problem.shape
     scores = shape.batch * shape.heads * shape.n**2 * problem.share(provider.op)
     operations = 4 * scores * shape.head_dim * OPERATIONS[case.direction]
-    is_part = case.scope == "part"
     dense = {"sparsity": 0.0} if provider.op == "attention" else {}
     return {
         "op": provider.op,
@@ -109,15 +108,11 @@ def row_of(case: Case, provider: Provider, timing: Timing, protocol: str = "pair
         **problem.columns,
         **dense,
         "scope": case.scope,
-        "part": None,
         "direction": case.direction,
-        "protocol": protocol,
+        "protocol": "paired",
         "cuda_graph": case.cuda_graph,
         **timing._asdict(),
-        "tops": None if is_part else round(operations / timing.ms_median / 1e9, 1),
-        "rel_l2": None,
-        "host_us": None,
-        "peak_mb": None,
+        "tops": round(operations / timing.ms_median / 1e9, 1),
         **figures,
     }
 

@@ -10,22 +10,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
-from sage_kernels.common.quantize import quantize
 from sage_kernels.sla2.backward.program import BackwardInputs
-from sage_kernels.sla2.forward.program import run_sparse_forward
-from sage_kernels.sla2.ladder import LEVELS, obstacle, run_backward, run_forward, sla2_launch
+from sage_kernels.sla2.ladder import LEVELS, obstacle, run_backward, run_forward
 from sage_kernels.sla2.ops import LEVEL_HOPPER, LEVEL_INT8, forward_level
-from sage_kernels.sla2.prepare import read_blocks
-from sage_kernels.sla2.routing import MASK_BLOCK_KV, route, sequence_mean
-from sage_kernels.sla2.sums import unselected_sums
 
 import sage_ref
-from sage_lab.bench.measure import OPERATIONS, Case, Provider, Run, Turn, by_autograd, by_kernels, row_of
+from sage_lab.bench.measure import OPERATIONS, Case, Provider, Run, Turn, by_autograd, by_kernels
 from sage_lab.bench.peers import EVERY_BLOCK, MASKED_PEERS
 from sage_lab.bench.problem import MaskedProblem, Shape
 from sage_lab.bench.ratios import OURS
 from sage_lab.bench.timing import GPU, REPETITIONS, Gpu
-from sage_lab.records import Row
 
 LARGE, FEW = 40_000, 10  # tokens from which on attention over all blocks takes a second; its repetitions
 SPARSITIES = (0.85, 0.9, 0.95, 0.97)
@@ -143,32 +137,3 @@ def backward_of_level(case: Case, level: int) -> Run:
         prepare=lambda grad_output: BackwardInputs(grad_output, *tensors, **hats),
         compute=lambda inputs: run_backward(inputs, prepared.choice, scale=problem.scale, level=level)[:3],
     )
-
-
-def part_rows(shape: Shape, gpu: Gpu = GPU, sparsities: Sequence[float] = SPARSITIES) -> Iterator[Row]:
-    """Yield the steps of level 3's op one by one. Their sum exceeds the op's time: each is timed alone."""
-    for sparsity in sparsities:
-        problem = MaskedProblem(shape, sparsity, gpu=gpu)
-        provider = Provider(OURS, forward_of_level, "sla2", LEVEL_INT8)
-        for part, step in parts(problem).items():
-            case = Case(problem, "fwd", "part")
-            yield row_of(case, provider, gpu.alone(step), "alone", part=part)
-
-
-def parts(problem: MaskedProblem) -> dict:
-    """Return the steps of level 3's op by name."""
-    query, key, value = problem.inputs
-    prepared = problem.prepare(LEVEL_INT8)
-    _, k_bar, q_bar, *_ = read_blocks(query, key, value, int8=True, means=True)
-    level = LEVELS[LEVEL_INT8]
-    launch = sla2_launch(level.kernel, LEVEL_INT8, query)
-    sparse = partial(run_sparse_forward, prepared.inputs, level.key_tile, launch, scale=problem.scale)
-    return {
-        "h_j, z_j, block means, quantise Q and V": lambda: read_blocks(query, key, value, int8=True, means=True),
-        "router, Top-k, lists": lambda: route(q_bar, k_bar, *problem.chooser),
-        "mean key": lambda: sequence_mean(k_bar, problem.shape.n, MASK_BLOCK_KV),
-        "smooth and quantise K": lambda: quantize(key, MASK_BLOCK_KV, mean=prepared.k_mean),
-        "H = complement x h": lambda: unselected_sums(prepared.choice.complement, prepared.key_sums),
-        "sparse branch alone": partial(sparse, fused=False),
-        "sparse, linear branch and mix": partial(sparse, save=False),
-    }

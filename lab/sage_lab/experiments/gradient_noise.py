@@ -13,15 +13,14 @@ is computed in float32, so that only the attention differs, except for the varia
 
 from __future__ import annotations  # a field may have the name of what reads it
 
-import argparse
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from sage_lab.repairs import REMEDIES
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.corpus import Corpus, read_corpus
 from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
+from sage_lab.training.probe import attention_as
 
 # All that a configuration may say about SageBwd, whatever the checkpoint was trained with.
 SAGEBWD = {name: getattr(LlamaConfig, name) for name in ("smooth_k", "smooth_q", "ds_rounding", "remedy")}
@@ -132,19 +132,6 @@ def parameter_groups(model: Llama) -> dict[str, list[Tensor]]:
             group = f"layer {path[0]}, {'query and key' if makes_scores else 'other'}"
         groups.setdefault(group, []).append(parameter)
     return groups
-
-
-@contextmanager
-def attention_as(model: Llama, **changes) -> Iterator[None]:
-    """Change the configuration of every attention core of the model inside the with block."""
-    before = [block.attention.core.config for block in model.blocks]
-    for block, config in zip(model.blocks, before, strict=True):
-        block.attention.core.config = replace(config, **changes)
-    try:
-        yield
-    finally:
-        for block, config in zip(model.blocks, before, strict=True):
-            block.attention.core.config = config
 
 
 def gradient(model: Llama, inputs: Tensor, targets: Tensor, groups: dict[str, list[Tensor]]) -> dict[str, Tensor]:
@@ -249,13 +236,6 @@ class NoiseRun(Run):
     sha256: str
 
 
-def variant(text: str) -> str:
-    """Return the name of one of KNOWN_VARIANTS."""
-    if text not in KNOWN_VARIANTS:
-        raise argparse.ArgumentTypeError(f"expected one of {'; '.join(KNOWN_VARIANTS)}, got {text!r}")
-    return text
-
-
 @dataclass(frozen=True, kw_only=True)
 class Noise(Arguments):
     """Measure checkpoints, all on the corpus that they were trained on."""
@@ -264,14 +244,14 @@ class Noise(Arguments):
     corpus: Annotated[Path | None, input_file, "text, or a .bin file of uint16 tokens"] = None
     batches: Annotated[int, positive, "number of pairs of gradients"] = NoiseSettings.batches
     sequences: Annotated[int, positive, "sequences in a batch"] = NoiseSettings.sequences
-    variants: Annotated[tuple[str, ...], variant, "what computes the second gradient"] = tuple(VARIANTS)
+    variants: Annotated[tuple[Literal[tuple(KNOWN_VARIANTS)], ...], "of the second gradient"] = tuple(VARIANTS)
     device: Annotated[str, device] = field(default_factory=usual_device)
 
     def run(self, command: str) -> None:
         settings = NoiseSettings(self.batches, self.sequences, variants=self.variants)
         corpus = read_corpus(self.corpus)
         runs = [NoiseRun(str(path), hashlib.sha256(path.read_bytes()).hexdigest()) for path in self.checkpoints]
-        with opened(Plan("noise", [runs]), Path("runs"), (settings, corpus.sha256, self.device)) as work:
+        with opened(Plan("noise", runs), Path("runs"), (settings, corpus.sha256, self.device)) as work:
             work.finish(lambda run, _: checkpoint_rows(Path(run.checkpoint), corpus, settings, self.device))
             print(noise_table(work.rows))
             facts = {"corpus": corpus.facts, "settings": asdict(settings)}

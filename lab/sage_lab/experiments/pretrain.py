@@ -33,7 +33,7 @@ from sage_lab.command_line import (
     usual_device,
     zero_to_one,
 )
-from sage_lab.experiments.turns import in_turn, protocol_of, synchronized_time, time_columns
+from sage_lab.experiments.turns import in_turn, synchronized_time, time_columns
 from sage_lab.models.llama import LlamaConfig
 from sage_lab.plan import OutOfTime, Plan, Run, deadline, opened
 from sage_lab.records import Row, markdown_table, read_record, write_record
@@ -196,7 +196,8 @@ def time_here(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
         for run, training in trainings.items():
             columns = time_columns(times[run])
             columns |= {"tokens_per_second": round(1e3 * run.tokens_per_step / columns["ms_median"])}
-            columns |= {"parameters": parameters(training), "devices": group.count, "protocol": protocol_of(runs)}
+            columns |= {"parameters": parameters(training), "devices": group.count}
+            columns["protocol"] = "paired" if len(runs) > 1 else "alone"
             rows.append(run.facts | columns)
         if group.is_first:
             rates = [(run.name, row["tokens_per_second"]) for run, row in zip(runs, rows, strict=True)]
@@ -211,7 +212,7 @@ def train_all(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
     devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
     arguments = {run: arguments_of(*config_and_settings(options, run, corpus), corpus) for run in runs}
     before = recorded(options.json, arguments)
-    plan = Plan("runs", [[*before, *(run for run in runs if run not in before)]])
+    plan = Plan("runs", [*before, *(run for run in runs if run not in before)])
     with opened(plan, options.folder, list(arguments.values()), devices, is_over) as work:
         for run, row in before.items():
             work.parts.parts[run.name] = [row]

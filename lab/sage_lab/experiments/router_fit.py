@@ -30,7 +30,6 @@ from sage_lab.command_line import Arguments, device, from_zero, positive, usual_
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import RECORDED, Row, markdown_table, write_record
 from sage_lab.training.capture import read_capture
-from sage_lab.training.fit import fit_with_adam
 from sage_ref.attention import softmax_scale
 from sage_ref.sla2 import (
     EQUATIONS_16_17,
@@ -134,15 +133,18 @@ def fit_router(fitted: Samples, settings: FitSettings) -> SLA2:
         {"params": list(model.router.parameters()), "lr": settings.learning_rate},
         {"params": [model.alpha_logit], "lr": settings.alpha_learning_rate},
     ]
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.steps)  # to zero
     generator = torch.Generator().manual_seed(settings.seed)
 
-    def loss_of(step: int) -> Tensor:
+    for _ in range(settings.steps):
         sample = int(torch.randint(count, (), generator=generator))
         rows = torch.randperm(n // settings.block_q, generator=generator)[: settings.query_blocks]
-        rows = rows.to(fitted.query.device)
-        return stage1_loss(model, fitted, settings, [sample], rows)[0]
-
-    fit_with_adam(groups, settings.steps, loss_of, betas=(0.9, 0.99))
+        loss, _ = stage1_loss(model, fitted, settings, [sample], rows.to(fitted.query.device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
     if not all(p.isfinite().all() for p in model.parameters()):
         raise RuntimeError(f"weights: expected finite ones after the fit with {settings}, got others")
     return model.stage(2)
@@ -334,7 +336,7 @@ class TrainRouter(Arguments):
         def sets(layer: int) -> tuple[Samples, Samples]:
             return tuple(samples(*x, settings.blocks, self.device) for x in split_samples(layers[layer]))
 
-        plan = Plan("train_router", [router_runs(self.layers, range(self.seeds))])
+        plan = Plan("train_router", router_runs(self.layers, range(self.seeds)))
         with opened(plan, Path("runs"), (source, settings, self.device)) as work:
             work.finish(lambda run, _: run_rows(run, *sets(run.layer), settings))
             print("Hard mask, mean over layers and seeds:\n\n" + result_table(work.rows))

@@ -28,7 +28,7 @@ class Tables(Arguments):
 
     def compute_first(self, command: str) -> None:
         """Compute Table 1 for all settings that the paper leaves open."""
-        with opened(Plan("table1", [table1_runs(self.n)]), Path("runs"), (self.n, self.seeds)) as work:
+        with opened(Plan("table1", table1_runs(self.n)), Path("runs"), (self.n, self.seeds)) as work:
             work.finish(lambda run, _: table1_rows(run, self.seeds))
             write_record(self.json, work.rows, command=command, seeds=list(range(self.seeds)))
             print(table1_text(work.rows))

@@ -41,8 +41,3 @@ def time_columns(times: Sequence[float], digits: int = 2) -> Row:
     fastest, *_, slowest = statistics.quantiles(times, n=5, method="inclusive") if len(times) > 1 else [*times] * 4
     figures = {"ms_median": statistics.median(times), "ms_p20": fastest, "ms_p80": slowest}
     return {name: round(x, digits) for name, x in figures.items()}
-
-
-def protocol_of(candidates: Sequence) -> str:
-    """Return what a record calls the way in which so many candidates are timed."""
-    return "paired" if len(candidates) > 1 else "alone"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,14 +44,14 @@ def probe(model: Llama, batch: Batch, autocast: Autocast) -> Row:
             "reference" is SageBwd in PyTorch, and "between" the distance of the kernels' result from that one.
     """
     with torch.enable_grad(), in_any_order():
-        with with_attention(model, ARMS["exact"]):
+        with attention_as(model, **ARMS["exact"]):
             with sdpa_kernel(SDPBackend.MATH):
                 exact = gradients(model, batch)
             with autocast():
                 _, captured = attention_tensors(model, *batch, range(model.config.layers))
         errors, by_layer = {}, {}
         for name, changes in ARMS.items():
-            with with_attention(model, changes), autocast():
+            with attention_as(model, **changes), autocast():
                 found = gradients(model, batch)
             errors[name] = relative_error(sum(found, []), sum(exact, []))
             by_layer[name] = [relative_error(*layers) for layers in zip(found[:-1], exact[:-1], strict=True)]
@@ -77,8 +78,8 @@ def in_any_order() -> Iterator[None]:
 
 
 @contextmanager
-def with_attention(model: Llama, changes: dict) -> Iterator[None]:
-    """Give every layer this arm's attention for a while."""
+def attention_as(model: Llama, **changes: Any) -> Iterator[None]:
+    """Change the configuration of every layer's attention for a while."""
     cores = [block.attention.core for block in model.blocks]
     before = [core.config for core in cores]
     for core in cores:
@@ -109,10 +110,10 @@ def attention_gradient_errors(model: Llama, captured: Sequence[dict[str, Tensor]
     for tensors in captured:
         inputs, do = [tensors[name] for name in ("query", "key", "value")], tensors["grad_output"]
         found = {}
-        with with_attention(model, ARMS["exact"]), sdpa_kernel(SDPBackend.MATH):
+        with attention_as(model, **ARMS["exact"]), sdpa_kernel(SDPBackend.MATH):
             exact = differentiated(core, [x.float() for x in inputs], do.float())
         for name, changes in ARMS.items():
-            with with_attention(model, changes):
+            with attention_as(model, **changes):
                 found[name] = differentiated(core, inputs, do)
         found["reference"] = differentiated(reference, inputs, do)
         for name, tensors_found in found.items():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sage_lab.bench.accuracy import Grid, largest, sagebwd_rows, sla2_rows, table1_rows
+from sage_lab.bench.accuracy import Grid, largest, sagebwd_rows, sla2_rows
 from sage_lab.command_line import Failed
 from sage_lab.records import RECORDED, read_record
 
@@ -16,7 +16,7 @@ SMALL = Grid(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter")
 @pytest.mark.parametrize(("rows_of", "record"), [(sagebwd_rows, "accuracy_h200"), (sla2_rows, "accuracy_sla2_h200")])
 def test_the_kernels_are_compared_with_the_reference(rows_of, record):
-    known = {tuple(row) for row in read_record(RECORDED / f"{record}.json").rows}
+    known = {tuple(name for name in row if name != "table") for row in read_record(RECORDED / f"{record}.json").rows}
     added = {"block_q", "block_kv", "granularity"}  # since the records were made
     for row in rows_of(SMALL):
         found = {"O", "dQ", "dK", "dV", "dalpha"} & row.keys()
@@ -24,14 +24,6 @@ def test_the_kernels_are_compared_with_the_reference(rows_of, record):
         assert ("dQ" in row and "dK" in row) <= (row["n_k"] != 1)
         assert all(row[name] < 0.03 for name in found)
         assert tuple(name for name in row if name not in added) in known
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter")
-def test_table_1_of_the_kernels_is_that_of_the_reference():
-    rows = list(table1_rows(32, 64, 1, "cpu", torch.float16))
-    assert {row["tensor"] for row in rows} == {"O", "dQ", "dK", "dV"}
-    for row in rows:
-        assert row["kernel_rel_l2"] == pytest.approx(row["reference_rel_l2"], rel=0.03)
 
 
 def test_an_error_that_is_not_finite_stops_the_command():

@@ -99,7 +99,7 @@ BAD = {  # the command line: what its one line says
     "video finetune --folder empty/x": "argument --folder: expected a folder where files can be written, got 'empty/x'",
     "noise pipe": "argument FILE: expected a file that can be read, got 'pipe'",
     "pretrain --corpus ''": "argument --corpus: expected a file that can be read, got ''",
-    "noise run.pt --variants nope": "argument --variants: expected one of bf16; per block, nearest",
+    "noise run.pt --variants nope": "argument --variants: invalid choice: 'nope'",
     "train-router --layers 3": "layers: expected some of [2, 4], got [3]",
     "tables 1 --n 1 --seeds 1": 'record: expected finite numbers, got "cosine": NaN',
     "noise junk --corpus text.txt": "checkpoint: expected a complete one that a run saved, got junk",

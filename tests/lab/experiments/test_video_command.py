@@ -29,7 +29,7 @@ def work_in(folder, plan=QUICK, arms=TRAINED, **options):
 
 
 def test_decisive_arms_come_first_with_every_seed_and_claims_are_about_arms():
-    order = planned_runs(PLANS["gpu"]).known({})
+    order = planned_runs(PLANS["gpu"]).runs
     assert order[: len(DECISIVE)] == [VideoRun(arm, 0) for arm in DECISIVE]
     assert {run.seed for run in order[3 * len(DECISIVE) :]} == {0}
     assert {run.arm for run in order} | {AFTERWARDS} == ARMS.keys()

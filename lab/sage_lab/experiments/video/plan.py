@@ -141,4 +141,4 @@ PLANS = {
 def planned(plan: VideoPlan, arms: Collection[str] = TRAINED) -> Plan:
     """Return the runs of some arms, or of all, in the order of what they decide."""
     decisive = [VideoRun(arm, seed) for seed in plan.seeds for arm in DECISIVE if arm in arms]
-    return Plan("video", [decisive + [VideoRun(x, plan.seeds[0]) for x in TRAINED if x in arms and x not in DECISIVE]])
+    return Plan("video", decisive + [VideoRun(x, plan.seeds[0]) for x in TRAINED if x in arms and x not in DECISIVE])
