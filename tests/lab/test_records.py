@@ -1,6 +1,5 @@
 """Records: written whole or not at all, read back as they were, with their provenance."""
 
-import json
 import re
 import runpy
 import shlex
@@ -81,12 +80,9 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="0.1.2"))  # the module in use counts
     facts = provenance("python -m this")
     assert set(facts) == {"gpu", "driver", "cpu", "python", "torch", "triton", "commit", "date", "command"}
-    assert (facts["torch"], facts["triton"]) == (torch.__version__, "0.1.2")
+    assert (facts["torch"], facts["triton"], facts["commit"]) == (torch.__version__, "0.1.2", "0123456789abcdef")
     assert (facts["gpu"] is None) == (not torch.cuda.is_available())
-    assert re.fullmatch(r".+, \d+ cores", facts["cpu"])
     assert abs((datetime.now(UTC) - datetime.fromisoformat(facts["date"])).total_seconds()) < 5
-    assert facts["commit"] == "0123456789abcdef"
-    assert json.loads(json.dumps(facts)) == facts
 
 
 def test_a_caption_names_all_devices_and_says_when_a_record_is_archived():

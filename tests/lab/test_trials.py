@@ -1,7 +1,5 @@
 """Trials of a kernel from a blank page accept right kernels of any build, and name what a program touches."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
@@ -166,10 +164,3 @@ def test_layouts_hold_the_same_numbers_and_elements_lie_where_the_strides_say(la
 def test_products_of_compiled_kernels_are_read():
     line = "%s_1 = tt.dot %q, %k, %zero : tensor<64x32xi8> * tensor<32x32xi8> -> tensor<64x32xi32> loc(#loc5)"
     assert DOT.findall(line) == [("i8", "i8", "i32")]
-
-
-def test_a_file_loaded_by_its_path_needs_no_package():
-    path = REPOSITORY / "lab" / "sage_lab" / "capstones" / "observe.py"
-    assert "sage_" not in "".join(line for line in path.read_text().splitlines() if "import" in line)
-    spec = importlib.util.spec_from_file_location("observe_alone", path)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))

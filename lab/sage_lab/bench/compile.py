@@ -348,17 +348,15 @@ def compile_kernel(case: Case) -> tuple[str, Compiled]:
     return assembled(*source_of(case), case.capability)
 
 
-def assembled(
-    source: ASTSource, options: dict[str, Any], capability: int, *, with_lines: bool = False
-) -> tuple[str, Compiled]:
-    """Return machine code and what it is like, as `compile_kernel` does. with_lines: name the source's lines in it."""
+def assembled(source: ASTSource, options: dict[str, Any], capability: int) -> tuple[str, Compiled]:
+    """Return machine code and what it is like, as `compile_kernel` does."""
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
         knobs.nvidia.dump_ptxas_log = True
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        command = [TOOLS / "nvdisasm", "-c", *["-gi"] * with_lines, cubin.name]
+        command = [TOOLS / "nvdisasm", "-c", cubin.name]
         code = subprocess.run(command, capture_output=True, encoding="utf-8", check=True).stdout
     return code, Compiled(
         registers=int(re.search(r"Used (\d+) registers", log.getvalue())[1]),

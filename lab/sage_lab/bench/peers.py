@@ -21,7 +21,6 @@ from sage_lab.bench import cudnn_fp8
 from sage_lab.bench.judge import LARGEST_ERROR
 from sage_lab.bench.measure import Case, Provider, Run, by_autograd
 from sage_lab.bench.problem import PEER_BLOCK_KV
-from sage_lab.models import flash_attention_4 as fa4
 from sage_ref.backend import why_not_importable
 
 
@@ -43,10 +42,23 @@ def sdpa(case: Case, backend: SDPBackend) -> Run:
     return by_autograd(case, attention)
 
 
-def flash_attention_4(case: Case) -> Run:
-    """Run FlashAttention-4."""
-    require(fa4.PACKAGE, fa4.MODULE)
-    return by_autograd(case, partial(fa4.flash_attention_4, is_causal=case.problem.shape.causal))
+FA4 = "flash-attn-4", "flash_attn.cute"  # its package, and its module
+
+
+def flash_attention_4(case: Case, **options: object) -> Run:
+    """Run FlashAttention-4, the fastest 16-bit attention on Hopper and Blackwell: it gets views [B, N, H, D].
+
+    options: further arguments of its own `flash_attn_func`.
+    """
+    require(*FA4)
+    attention, is_causal = import_module(FA4[1]).flash_attn_func, case.problem.shape.causal
+
+    def compute(*heads_first: Tensor) -> Tensor:
+        found = attention(*(x.transpose(1, 2) for x in heads_first), causal=is_causal, **options)
+        output = found[0] if isinstance(found, tuple) else found  # newer versions return the log-sum-exp too
+        return output.transpose(1, 2)
+
+    return by_autograd(case, compute)
 
 
 def fp8(case: Case) -> Run:
@@ -111,9 +123,9 @@ def fa4_masked(case: Case) -> Run:
     It reads two lists: the key blocks of every query block, and, backward, the query blocks of every key block. It
     checks the last block of a list for the end of the sequence, so they must ascend.
     """
-    require(fa4.PACKAGE, fa4.MODULE)
+    require(*FA4)
     mask, block_kv = case.problem.peer_mask, case.problem.peer_block_kv
-    lists_type = import_module(f"{fa4.MODULE}.block_sparsity").BlockSparseTensorsTorch
+    lists_type = import_module(f"{FA4[1]}.block_sparsity").BlockSparseTensorsTorch
 
     def tensors(mask: Tensor):
         counts, order = block_lists(mask)
@@ -126,8 +138,7 @@ def fa4_masked(case: Case) -> Run:
         )
 
     backward = {"block_sparse_tensors_bwd": tensors(mask.mT)} if block_kv == PEER_BLOCK_KV else {}
-    attention = partial(fa4.flash_attention_4, is_causal=False, block_sparse_tensors=tensors(mask), **backward)
-    return by_autograd(case, attention)
+    return flash_attention_4(case, block_sparse_tensors=tensors(mask), **backward)
 
 
 def sla_triton(case: Case) -> Run:

@@ -30,7 +30,6 @@ from sage_lab.command_line import POSITIONAL, Arguments, device, input_file, pos
 from sage_lab.models.llama import Llama, LlamaConfig
 from sage_lab.plan import Plan, Run, opened
 from sage_lab.records import Row, markdown_table, write_record
-from sage_lab.repairs import REMEDIES
 from sage_lab.training.capture import next_token_loss
 from sage_lab.training.corpus import Corpus, read_corpus
 from sage_lab.training.pretrain import VALIDATION_SHARE, load_model
@@ -50,13 +49,6 @@ VARIANTS = {
     "per block, no smoothing": SAGEBWD | {"granularity": "block", "smooth_k": False},
     "per block, Q and K smoothed": SAGEBWD | {"granularity": "block", "smooth_q": True},
 }
-# And what the remedies do, one at a time, to either granularity.
-REMEDY_VARIANTS = {
-    f"{granularity}, {remedy}": VARIANTS[f"{granularity}, nearest"] | {"remedy": remedy}
-    for granularity, remedy in itertools.product(("per block", "per row"), REMEDIES)
-    if remedy not in ("none", "stochastic")
-}
-KNOWN_VARIANTS = VARIANTS | REMEDY_VARIANTS
 SCALES = ("granularity", "block_q", "block_kv")
 WHOLE = "whole"
 
@@ -162,7 +154,7 @@ def gradient_noise(model: Llama, corpus: Corpus, settings: NoiseSettings) -> lis
         for name in settings.variants:
             torch.manual_seed(settings.seed + number)  # the draws of stochastic rounding
             in_bf16 = torch.autocast(device.type, torch.bfloat16) if name == "bf16" else nullcontext()
-            with attention_as(model, **KNOWN_VARIANTS[name]), in_bf16:
+            with attention_as(model, **VARIANTS[name]), in_bf16:
                 quantized = gradient(model, *batch, groups)
             for group, vector in quantized.items():
                 sums[name][group].add(number, vector.float() - exact[group])
@@ -192,7 +184,7 @@ def noise_row(group: str, variant: str, exact: Moments, error: Moments, tokens: 
     return {
         "group": group,
         "variant": variant,
-        **{name: KNOWN_VARIANTS[variant].get(name) for name in SCALES},  # None where nothing is quantised
+        **{name: VARIANTS[variant].get(name) for name in SCALES},  # None where nothing is quantised
         "gradient_square": exact.square,
         "noise_trace": exact.trace * tokens,
         "noise_scale": exact.trace * tokens / exact.square if exact.square > 0 else None,
@@ -244,7 +236,7 @@ class Noise(Arguments):
     corpus: Annotated[Path | None, input_file, "text, or a .bin file of uint16 tokens"] = None
     batches: Annotated[int, positive, "number of pairs of gradients"] = NoiseSettings.batches
     sequences: Annotated[int, positive, "sequences in a batch"] = NoiseSettings.sequences
-    variants: Annotated[tuple[Literal[tuple(KNOWN_VARIANTS)], ...], "of the second gradient"] = tuple(VARIANTS)
+    variants: Annotated[tuple[Literal[tuple(VARIANTS)], ...], "of the second gradient"] = tuple(VARIANTS)
     device: Annotated[str, device] = field(default_factory=usual_device)
 
     def run(self, command: str) -> None:

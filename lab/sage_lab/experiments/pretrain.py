@@ -90,7 +90,6 @@ class Pretrain(Arguments):
     validation_sequences: Annotated[int, positive] = 64
     probe_sequences: Annotated[int, from_zero, "on which to measure the errors of gradients; 0: never"] = 0
     same_batch: Annotated[bool, "read one batch again and again: gradients without noise"] = False
-    snapshots: Annotated[tuple[int, ...], positive, "steps whose checkpoint is kept"] = ()
     autocast: Annotated[bool | None, "bfloat16 matmuls; without: on a GPU"] = None
     compile: Annotated[bool | None, "with torch.compile; without: on a GPU"] = None
     time: Annotated[int | None, positive, "only time so many steps of each run, in turn"] = None
@@ -107,8 +106,6 @@ class Pretrain(Arguments):
         ):
             if getattr(self, name) % number:
                 raise ValueError(f"{name}: expected a multiple of {number}, got {getattr(self, name)}")
-        if max(self.snapshots, default=0) > self.steps:
-            raise ValueError(f"snapshots: expected steps of the run, 1 to {self.steps}, got {list(self.snapshots)}")
 
     @property
     def steps(self) -> int:
@@ -163,7 +160,7 @@ def train_here(options: Pretrain, run: PretrainRun, command: str) -> None:
         config, settings = config_and_settings(options, run, corpus)
         training = Pretraining(corpus, config, settings, group.device, processes=group)
         try:
-            train(training, options.folder / f"{run.name}.pt", options.snapshots, deadline(options.minutes))
+            train(training, options.folder / f"{run.name}.pt", deadline(options.minutes))
         except OutOfTime as reason:
             if group.is_first:
                 print(f"{reason}: the same command goes on")
@@ -263,7 +260,6 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
         "--compile" if options.compile else "--no-compile",
     ]
     command += ["--same-batch"] if options.same_batch else []
-    command += ["--snapshots", *map(str, options.snapshots)] if options.snapshots else []
     command += ["--minutes", str(options.minutes)] if options.minutes else []
     environment = os.environ | {PARENT: str(os.getpid())}
     if gpu is not None:

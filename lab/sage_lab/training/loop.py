@@ -47,13 +47,9 @@ class TrainingSettings:
     seed: int = 0
 
     def __post_init__(self):
-        if self.micro_batch_size is not None:
-            self.check_whole_passes("batch_size")
-
-    def check_whole_passes(self, name: str) -> None:
-        if getattr(self, name) % self.micro_batch_size:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
             expected = f"a multiple of micro_batch_size={self.micro_batch_size}"
-            raise ValueError(f"{name}: expected {expected}, got {getattr(self, name)}")
+            raise ValueError(f"batch_size: expected {expected}, got {self.batch_size}")
 
     def learning_rate_at(self, step: int) -> float:
         if step < self.warmup_steps:
@@ -239,7 +235,6 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 def train(
     training: ResumableTraining,
     checkpoint: Path,
-    snapshots: Sequence[int] = (),
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
     """Train to the last step or to divergence, from `checkpoint` if it exists.
@@ -247,7 +242,6 @@ def train(
     Args:
         training: what is trained; its `diverged` says in the end whether it came to the last step.
         checkpoint: written at every report.
-        snapshots: steps whose checkpoint is kept beside it (`snapshot_path`).
         is_over: asked after each checkpoint.
 
     Raises:
@@ -277,16 +271,8 @@ def train(
                     bar.set_postfix_str("validation {validation_loss:.3f}".format(**training.losses[-1]))
             except Diverged as reason:
                 training.diverged, is_due = str(reason), True
-            # The snapshot first: a run killed between the two would not come back to it.
-            if training.step in snapshots:
-                training.save(snapshot_path(checkpoint, training.step))
             if is_due:
                 training.save(checkpoint)
                 is_stopped = training.processes.agreed(is_over())
                 if is_stopped and training.step < settings.steps and training.diverged is None:
                     raise OutOfTime(f"{checkpoint.stem} stopped after step {training.step} of {settings.steps}")
-
-
-def snapshot_path(checkpoint: Path, step: int) -> Path:
-    """Return NAME_stepS.pt for NAME.pt."""
-    return checkpoint.with_name(f"{checkpoint.stem}_step{step}{checkpoint.suffix}")

@@ -4,7 +4,7 @@ A noisy video is x_t = (1 - t) x + t e with noise e ~ N(0, 1) and noise level t:
 model learns the velocity d x_t / d t = e - x; the loss is the mean squared error over pixels, channels and frames.
 
 Videos and noise are made on the device, and those of a step are a function of (purpose, seed, step). An exponential
-moving average of the weights is kept as well: this average is validated, sampled and fine-tuned. A model can start from
+moving average of the weights is kept as well: this average is validated and fine-tuned. A model can start from
 the weights of a different one: one that learned smaller videos, or one with a different attention.
 """
 
@@ -242,13 +242,3 @@ def read_weights(paths: Sequence[Path]) -> tuple[Weights, VideoDiTConfig, dict[s
     config = {name: x for name, x in about["config"].items() if name in names}
     config["cube"] = tuple(config["cube"])
     return {name: x.float() for name, x in weights.items()}, VideoDiTConfig(**config), about["facts"]
-
-
-@torch.no_grad()
-def sample(model: nn.Module, noisy_video: Tensor, steps: int, noise_level: float = 1.0) -> Tensor:
-    """Follow the velocity from x_t at t = noise_level to the video at t = 0, by Euler's rule. [B, 3, T, size, size]."""
-    x, levels = noisy_video, torch.linspace(noise_level, 0, steps + 1).tolist()
-    for t, following in zip(levels, levels[1:], strict=False):
-        velocity = model(x, torch.full((len(x),), t, device=x.device))
-        x = x + (following - t) * velocity.to(x.dtype)
-    return x

@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sage_lab.training.packaged import packaged_file
-
 OBJECTS = 5  # at most, in a scene
 NUMBERS = 16  # drawn for each object, and for the background
 KINDS = ("digit", "disc", "square", "ring")
@@ -48,13 +46,10 @@ class Scenes(NamedTuple):
 
 
 def digit_images() -> Tensor:
-    """Return scikit-learn's digits, float32 [1797, 8, 8] in [0, 1].
+    """Return scikit-learn's digits, float32 [1797, 8, 8] in [0, 1]."""
+    from sklearn.datasets import load_digits  # takes seconds
 
-    Raises FileNotFoundError if scikit-learn is not installed.
-    """
-    path = packaged_file("scikit-learn", "sklearn/datasets/data/digits.csv.gz")
-    table = np.loadtxt(path, delimiter=",", dtype=np.float32)  # 64 pixels, 0 to 16, and which digit it is
-    return torch.from_numpy(table[:, :64] / 16).unflatten(1, (8, 8))
+    return torch.from_numpy(load_digits().images / 16).float()
 
 
 def draw_scenes(count: int, digits: int, size: int, *, seed: Sequence[int], device: torch.device | str) -> Scenes:

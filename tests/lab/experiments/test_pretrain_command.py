@@ -7,7 +7,6 @@ from pretrain_cases import poisoned
 from process_cases import run_together
 from sage_lab.__main__ import main
 from sage_lab.experiments.pretrain import PretrainRun, recorded
-from sage_lab.experiments.turns import time_columns
 from sage_lab.records import read_record, write_record
 
 OPTIONS = (  # noqa: SIM905 (as it is typed)
@@ -18,7 +17,7 @@ OPTIONS = (  # noqa: SIM905 (as it is typed)
 
 
 def test_the_command_trains_and_records(text):
-    options = "--attention unsmoothed --qk-norm yes --seed 3 --learning-rate 0.004 --warmup 0.25 --snapshots 2 5"
+    options = "--attention unsmoothed --qk-norm yes --seed 3 --learning-rate 0.004 --warmup 0.25"
     main([*OPTIONS, *options.split()])
     record = read_record(text / "run.json")
     (row,) = record.rows
@@ -35,9 +34,7 @@ def test_the_command_trains_and_records(text):
     assert len(row["step_losses"]) == len(row["gradient_norms"]) == 8
     assert record.provenance["corpus"]["name"] == "text.txt"
     assert record.provenance["corpus"]["sha256"] == row["arguments"]["corpus_sha256"]
-    names = {x.suffix or x.name for x in (text / "runs").iterdir()}
-    assert names == {".pt"}
-    assert len(list((text / "runs").iterdir())) == 3
+    assert [x.suffix for x in (text / "runs").iterdir()] == [".pt"]
 
 
 def test_the_command_ends_well_when_training_diverges(text, monkeypatch):
@@ -81,11 +78,6 @@ def test_steps_are_timed_in_turn(text):
         assert row["ms_p20"] <= row["ms_median"] <= row["ms_p80"]
         assert row["tokens_per_second"] == pytest.approx(64e3 / row["ms_median"], rel=0.01)
     assert not (text / "runs").exists()
-
-
-def test_times_are_their_median_and_percentiles():
-    assert time_columns([5.0, 1.0, 2.0, 4.0, 3.0]) == {"ms_median": 3.0, "ms_p20": 1.8, "ms_p80": 4.2}
-    assert time_columns([1.2345], digits=3) == dict.fromkeys(("ms_median", "ms_p20", "ms_p80"), 1.234)
 
 
 def test_two_processes_train_as_one_does_and_go_on_where_they_were_stopped(text):

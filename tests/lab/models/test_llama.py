@@ -81,13 +81,8 @@ def test_initial_weights():
 
 
 def test_input_and_output_share_the_embedding():
-    model = llama()
-    assert sum(p.numel() for p in model.parameters()) == 31 * 32 + 2 * (32 * (2 * 32 + 2 * 32) + 3 * 32 * 128 + 64) + 32
-    x = model(tokens())
-    with torch.no_grad():
-        model.embedding.weight[7] = 0
-    assert (model(tokens())[..., 7] == 0).all()
-    assert (x[..., 7] != 0).any()
+    parameters = sum(p.numel() for p in llama().parameters())
+    assert parameters == 31 * 32 + 2 * (32 * (2 * 32 + 2 * 32) + 3 * 32 * 128 + 64) + 32
 
 
 def loss_of(model):
@@ -97,17 +92,6 @@ def loss_of(model):
 def query_gradient(model):
     """Return the gradient of the first layer's query projection."""
     return torch.autograd.grad(loss_of(model), model.blocks[0].attention.query.weight)[0]
-
-
-def test_sagebwd_attention_trains_all_weights_and_is_close_to_exact():
-    gradients = []
-    for attention in ("exact", "sagebwd"):
-        model = llama(dtype=torch.float32, attention=attention, backend="reference", qk_norm=True)
-        loss_of(model).backward()
-        assert all(p.grad.abs().max() > 0 for p in model.parameters())
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-    exact, sagebwd = gradients
-    assert 1e-5 < (sagebwd - exact).norm() / exact.norm() < 1e-2
 
 
 def test_the_settings_of_the_reference_are_the_configurations():
@@ -147,19 +131,6 @@ def test_attention_compiles_to_one_graph():
     model = llama(qk_norm=True, dtype=torch.float32)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert_close(compiled(tokens()), model(tokens()))
-
-
-def test_autocast_normalises_and_rotates_in_float32():
-    model = llama(qk_norm=True, dtype=torch.float32)
-    attention, seen = model.blocks[1].attention, {}
-    attention.query.register_forward_hook(lambda module, x, projected: seen.update(projected=projected))
-    attention.core.register_forward_hook(lambda module, qkv, o: seen.update(zip("qkvo", (*qkv, o), strict=True)))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = model(tokens())
-    assert {x.dtype for x in seen.values()} == {torch.bfloat16}
-    q = attention.qk_norm.query_norm(attention.split_heads(seen["projected"].float()))
-    assert torch.equal(seen["q"], attention.rotary(q).bfloat16())
-    assert_close(low.float(), model(tokens()), atol=5e-3, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -27,11 +27,11 @@ def new_training(config=CONFIG, **changes):
     return Pretraining(sixteen_letters(), config, replace(SETTINGS, **changes))
 
 
-def pretrained(folder, config=CONFIG, settings=SETTINGS, *, snapshots=(), **options):
+def pretrained(folder, config=CONFIG, settings=SETTINGS, **options):
     """A run in `folder`: run.pt."""
     training = Pretraining(sixteen_letters(), config, settings, **options)
     folder.mkdir(exist_ok=True)
-    train(training, folder / "run.pt", snapshots)
+    train(training, folder / "run.pt")
     return training
 
 

@@ -1,7 +1,5 @@
 """A capture holds what the attention of a pre-trained model read and the gradient it got, as it was written."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from pretrain_cases import CONFIG, sixteen_letters
@@ -36,19 +34,6 @@ def test_captured_q_k_v_are_what_attention_multiplies(double_model):
         torch.testing.assert_close(attention_forward(q, k, v, is_causal=True).output, outputs[layer])
         # QK-norm with gains of one came before, and a rotation changes no length.
         torch.testing.assert_close(q.square().mean(-1), torch.ones(2, 4, 24).double(), atol=1e-2, rtol=0)
-
-
-@pytest.mark.filterwarnings("ignore:sage_ref. backend='auto' uses the reference:UserWarning")
-def test_a_core_that_rotates_itself_is_captured_as_one_that_does_not(double_model):
-    _, *batch = double_model
-    captured = []
-    for fused in (False, True):
-        torch.manual_seed(0)
-        model = Llama(replace(CONFIG, attention="sagebwd", fused_prologue=fused)).double()
-        captured.append(attention_tensors(model, *batch, (0, 1))[1])
-    for layer in (0, 1):
-        for name in TENSORS:
-            torch.testing.assert_close(*(layers[layer][name] for layers in captured))
 
 
 @pytest.mark.parametrize("layer", [0, 1])

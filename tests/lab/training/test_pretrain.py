@@ -1,13 +1,8 @@
 """A step reads its own batch in passes of any size, a stopped run goes on bit for bit, divergence is a result."""
 
-import contextlib
 import math
-import os
-import signal
-import time
 from dataclasses import asdict, replace
 
-import numpy as np
 import pretrain_cases as cases
 import pytest
 import torch
@@ -16,11 +11,9 @@ from sage_lab.files import replaced
 from sage_lab.models.llama import Llama
 from sage_lab.plan import OutOfTime
 from sage_lab.training.capture import next_token_loss
-from sage_lab.training.loop import snapshot_path, train
+from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, load_model, result_row
 from sage_lab.training.probe import ARMS, largest_score
-
-SNAPSHOTS = (3, 8)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +24,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted(folder):
     """A run in `folder` that nothing interrupted."""
-    return pretrained(folder, STOCHASTIC, snapshots=SNAPSHOTS)
+    return pretrained(folder, STOCHASTIC)
 
 
 def watched_passes(training):
@@ -153,14 +146,10 @@ def test_training_learns_and_reports(uninterrupted):
     assert 0 < min(uninterrupted.step_seconds) <= uninterrupted.seconds
 
 
-def test_checkpoints_and_snapshots_hold_the_model_of_their_step_and_what_made_it(uninterrupted, folder):
-    assert {x.name for x in folder.iterdir()} == {"run.pt", "run_step3.pt", "run_step8.pt"}
-    made_by = asdict(STOCHASTIC) | asdict(SETTINGS) | {"corpus_sha256": sixteen_letters().sha256}
-    for step in SNAPSHOTS:
-        model, arguments = load_model(snapshot_path(folder / "run.pt", step))
-        assert model.config == STOCHASTIC
-        assert arguments == made_by | {"step": step}
-    model, _ = load_model(folder / "run.pt")
+def test_a_checkpoint_holds_the_model_and_what_made_it(uninterrupted, folder):
+    assert [x.name for x in folder.iterdir()] == ["run.pt"]
+    model, arguments = load_model(folder / "run.pt")
+    assert arguments == asdict(STOCHASTIC) | asdict(SETTINGS) | {"corpus_sha256": sixteen_letters().sha256, "step": 12}
     cases.assert_same_bits(dict(model.state_dict()), dict(uninterrupted.model.state_dict()))
 
 
@@ -173,13 +162,12 @@ def test_checkpoints_and_snapshots_hold_the_model_of_their_step_and_what_made_it
         ("accumulate_gradients", lambda training: training.step == 6, True),  # between gradients and weights
         ("report", lambda training, losses: training.step == 8, True),  # between a report and its checkpoint
         ("save", lambda training, path: training.step == 8 and path.stem == "run", False),  # instead of a checkpoint
-        ("save", lambda training, path: path.stem == "run_step8", False),  # instead of a snapshot
         ("report", lambda training, losses: training.step == 0, True),  # before the first line
     ],
 )
 def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, uninterrupted, folder, monkeypatch, name, when, after):
-    cases.stopped_run(monkeypatch, name, when, tmp_path, STOCHASTIC, after=after, snapshots=SNAPSHOTS)
-    pretrained(tmp_path, STOCHASTIC, snapshots=SNAPSHOTS)
+    cases.stopped_run(monkeypatch, name, when, tmp_path, STOCHASTIC, after=after)
+    pretrained(tmp_path, STOCHASTIC)
     assert {x.name for x in tmp_path.iterdir()} == {x.name for x in folder.iterdir()}
     for file in folder.glob("*.pt"):
         cases.assert_same_bits(saved(tmp_path / file.name), saved(file))
@@ -204,32 +192,6 @@ def test_a_save_removes_what_a_killed_one_left_but_not_what_another_run_is_writi
         temporary.write_text("of the other run")
         new_training().save(checkpoint)
     assert sorted(tmp_path.iterdir()) == [checkpoint, other]
-
-
-def test_ctrl_c_at_any_moment_of_a_save_is_a_keyboard_interrupt_and_leaves_a_whole_checkpoint(tmp_path):
-    """In a process of its own, which it ended when torch wrote to the file: two hundred moments of a save."""
-    checkpoint, training = tmp_path / "run.pt", new_training()
-    started = time.perf_counter()
-    for _ in range(10):
-        training.save(checkpoint)
-    moments = np.random.default_rng(0).uniform(1e-5, (time.perf_counter() - started) / 10, 200)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            for moment in moments:
-                with contextlib.suppress(KeyboardInterrupt):
-                    signal.setitimer(signal.ITIMER_REAL, moment)
-                    training.save(checkpoint)
-                    time.sleep(0.001)
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-    training.load(checkpoint)
-    assert list(tmp_path.iterdir()) == [checkpoint]
 
 
 # Divergence
@@ -308,21 +270,6 @@ def test_the_largest_score_is_that_of_a_query_and_a_key_that_it_sees():
     query = torch.tensor([[[[3.0, 0, 0, 0], [0, -2, 0, 0]]]])
     key = torch.tensor([[[[1.0, 2, 0, 0], [100, 0, 0, 0]]]])  # query 0 does not see key 1
     assert largest_score(query, key) == 2.0
-
-
-def test_the_row_of_a_run_says_what_ran_and_what_came_of_it(uninterrupted):
-    row = result_row(uninterrupted)
-    assert row.pop("parameters") == sum(x.numel() for x in Llama(STOCHASTIC).parameters())
-    assert row.pop("arguments") == uninterrupted.arguments
-    assert row.pop("step_losses") == pytest.approx(uninterrupted.step_losses, abs=1e-5)
-    assert row.pop("gradient_norms") == pytest.approx(uninterrupted.gradient_norms, rel=1e-3)
-    assert row.pop("probes") == []
-    assert row.pop("seconds") == pytest.approx(uninterrupted.seconds, abs=0.01)
-    choices = ("attention", "backend", "qk_norm", "granularity", "block_q", "block_kv", "ds_rounding", "remedy")
-    expected = {name: getattr(STOCHASTIC, name) for name in choices}
-    expected |= {"smoothing": "k", "tokens_per_step": 96, "learning_rate": 0.02, "seed": 0, "steps": 12, "tokens": 1152}
-    expected |= {"diverged": None, "devices": 1, "final_val_loss": uninterrupted.losses[-1]["validation_loss"]}
-    assert row == expected | {"curve": [[96 * row["step"], row["validation_loss"]] for row in uninterrupted.losses]}
 
 
 @pytest.mark.parametrize(

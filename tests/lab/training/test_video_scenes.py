@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from sage_lab.training import video_scenes
-from sage_lab.training.packaged import packaged_file
 from sage_lab.training.video_scenes import KINDS, OBJECTS, Scenes, draw_scenes, moving_scenes, render
 from torch.testing import assert_close
 from video_cases import made_up_digits
@@ -44,15 +43,6 @@ def test_scenes_are_a_function_of_their_seed_whatever_the_number_rendered_togeth
         assert (moving_scenes(4, DIGITS, 3, 32, seed=seed)[0] - video).abs().mean() > 0.1
 
 
-def test_scenes_have_three_to_five_objects_of_every_kind_and_cameras_that_move():
-    scenes = draw_scenes(200, 5, 64, seed=(3,), device="cpu")
-    assert scenes.is_there.sum(1).unique().tolist() == [3, 4, 5]
-    assert set(scenes.kind.unique().tolist()) == set(range(len(KINDS)))
-    assert scenes.digit.unique().tolist() == [0, 1, 2, 3, 4]
-    assert video_scenes.RADIUS[0] <= scenes.radius.min() < scenes.radius.max() <= video_scenes.RADIUS[1]
-    assert scenes.camera.abs().min() < 0.1 < 1.4 < scenes.camera.abs().max()
-
-
 @pytest.mark.parametrize(
     ("kind", "area"), [("disc", math.pi), ("square", 1.7**2), ("ring", math.pi * (1 - 0.25))]
 )  # in squares of the radius
@@ -77,27 +67,9 @@ def test_a_digit_is_its_picture_as_large_as_its_radius_says():
     assert not cover[:, :18].any()
 
 
-def test_objects_turn_back_at_the_walls():
-    scene = one_object("disc", start=torch.tensor([2.0, 29.0]).expand(1, OBJECTS, 2),
-                       velocity=torch.tensor([-3.0, 2.0]).expand(1, OBJECTS, 2))  # fmt: skip
-    assert video_scenes.object_paths(scene, torch.arange(4.0), 32)[0, 0].tolist() == [
-        [2, 29],
-        [1, 31],
-        [4, 31],
-        [7, 29],
-    ]
-
-
 def test_the_digits_are_scikit_learns():
     digits = video_scenes.digit_images()
     assert (digits.shape, digits.dtype) == ((1797, 8, 8), torch.float32)
     assert (digits.min(), digits.max()) == (0, 1)
     # The first one is a 0: ink around, and a hole in its middle.
     assert digits[0, 3:5, 3:5].max() < 0.2 < 0.4 < digits[0, 3:5, 2].min()
-
-
-def test_a_missing_package_and_a_missing_file_are_named():
-    with pytest.raises(FileNotFoundError, match=r"^no-such-package: expected .* './lab\[video\]'"):
-        packaged_file("no-such-package", "data.csv")
-    with pytest.raises(FileNotFoundError, match=r"^torch: expected to be installed with its file torch/none, found"):
-        packaged_file("torch", "torch/none")

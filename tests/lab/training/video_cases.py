@@ -13,7 +13,7 @@ CONFIG = VideoDiTConfig(
     frames=4, size=8, patch=2, cube=(2, 2, 2), layers=2, width=16, heads=1, block_q=16, block_kv=8, backend="reference"
 )
 SETTINGS = FlowSettings(steps=6, batch_size=4, learning_rate=1e-2, warmup_steps=2, report_every=2, validation_videos=4)
-PLAN = replace(PLANS["cpu"], videos=3, samples=2, sampling_steps=2, judged_batch=3)
+PLAN = replace(PLANS["cpu"], videos=3, judged_batch=3)
 QUICK = replace(PLAN, steps=1, stage1_steps=1, reports=1)
 
 

@@ -22,7 +22,7 @@ from sage_lab.command_line import (
 )
 from sage_lab.experiments.video.plan import ARMS, PLANS, TRAINED, planned
 from sage_lab.experiments.video.runs import Experiment
-from sage_lab.experiments.video.verdicts import ALL_COLUMNS, arm_table, verdict_rows, verdict_table
+from sage_lab.experiments.video.verdicts import arm_table, verdict_rows, verdict_table
 from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.plan import OutOfTime, Run, deadline, opened
 from sage_lab.records import provenance, write_record
@@ -125,7 +125,7 @@ class VideoFinetune(Arguments):
 
             def write(_: Run | None = None) -> None:
                 of_plan = {"plan": asdict(plan), "arms": {name: arm._asdict() for name, arm in ARMS.items()}}
-                claims = verdict_rows(work.rows, ALL_COLUMNS)
+                claims = verdict_rows(work.rows)
                 work.record(self.json, command, **of_plan, start=facts, claims=claims)
 
             left = work.finish(lambda run, _: experiment.measure(run, work), write)

@@ -68,8 +68,7 @@ class VideoPlan:
     """Settings of the experiment.
 
     seeds: of the decisive arms; all others take the first. stage1_steps, steps: of the two stages.
-    videos, levels: of the grid on which flow matching's loss is judged. samples: from equal noise. sampling_steps: from
-    noise level 1 to 0.
+    videos, levels: of the grid on which flow matching's loss is judged.
     watched: videos on which attention's error is measured. judged_batch: videos of a pass; one number that divides all
     others saves compilations. backend: of all but exact attention; the reference would fill the memory.
     reports: validation losses and checkpoints of a run.
@@ -89,8 +88,6 @@ class VideoPlan:
     reports: int = 3
     videos: int = 48
     levels: int = 8
-    samples: int = 8
-    sampling_steps: int = 24
     watched: int = 4
     judged_batch: int = 4
     autocast: bool = True
@@ -132,7 +129,7 @@ PLANS = {
     "gpu": VideoPlan(),
     "cpu": VideoPlan(  # too small to show anything, large enough to try the program
         seeds=(0, 1), sparsity=0.75, block_q=16, block_kv=8, stage1_steps=4, query_blocks=2, steps=4, batch_size=2,
-        reports=2, videos=4, levels=2, samples=2, sampling_steps=3, watched=1, autocast=False,
+        reports=2, videos=4, levels=2, watched=1, autocast=False,
         compile=False, backend="reference",
     ),  # fmt: skip
 }  # fmt: skip

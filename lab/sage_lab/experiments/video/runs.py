@@ -1,19 +1,14 @@
-"""Runs of the plan: two stages of fine-tuning, then the measurements. A killed run continues from a checkpoint.
-
-The full model's samples stay in the folder: later arms are compared with them.
-"""
+"""Runs of the plan: two stages of fine-tuning, then the measurements. A killed run continues from a checkpoint."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from sage_lab.experiments.video.measures import Questions, answers, questions
-from sage_lab.experiments.video.plan import ARMS, FULL, VideoPlan, VideoRun
-from sage_lab.files import replaced
+from sage_lab.experiments.video.plan import ARMS, VideoPlan, VideoRun
 from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.plan import Work
 from sage_lab.records import Row
@@ -53,11 +48,11 @@ class Experiment:
     def measure(self, run: VideoRun, work: Work) -> list[Row]:
         """Train and judge a run: its row, and those of arms that are judged as this one."""
         tuned = self.tune(run, work)
-        rows = [self.judged(run, tuned, work)]
+        rows = [self.judged(run, tuned)]
         for name, arm in ARMS.items():
             if arm.judged_as == run.arm:
                 twin = tuned._replace(config=replace(tuned.config, **arm.changes))
-                rows.append(self.judged(VideoRun(name, run.seed), twin, work))
+                rows.append(self.judged(VideoRun(name, run.seed), twin))
         return rows
 
     def tune(self, run: VideoRun, work: Work) -> Tuned:
@@ -79,7 +74,7 @@ class Experiment:
         row["curve"] = [[x["step"], x["validation_loss"]] for x in stage2.losses]
         return Tuned(config, stage2.averaged(), row)
 
-    def judged(self, run: VideoRun, tuned: Tuned, work: Work) -> Row:
+    def judged(self, run: VideoRun, tuned: Tuned) -> Row:
         """Measure a trained arm: its row."""
         row = arm_row(run, tuned.config) | tuned.row
         if row["diverged"]:
@@ -87,21 +82,7 @@ class Experiment:
         model = started_model(tuned.config, tuned.weights).to(self.device).requires_grad_(False)
         if self.plan.compile:
             model.compile_blocks()
-        # Full models of two seeds show how different equally good models are.
-        seed, reference, named = self.plan.seeds[0] if run.arm == FULL else run.seed, None, None
-        path = samples_path(work.folder, seed)
-        if run != VideoRun(FULL, seed) and path.exists():
-            reference, named = torch.load(path, weights_only=True), f"{FULL}, seed {seed}"
-        found, samples = answers(model, self.questions, self.plan, reference)
-        if run.arm == FULL:
-            with replaced(samples_path(work.folder, run.seed)) as temporary:
-                torch.save(samples.cpu(), temporary)
-        return row | {"compared_with": named} | found
-
-
-def samples_path(folder: Path, seed: int) -> Path:
-    """Return where the full model's samples are."""
-    return folder / f"full_seed{seed}.samples.pt"
+        return row | answers(model, self.questions, self.plan)
 
 
 def arm_row(run: VideoRun, config: VideoDiTConfig) -> Row:

@@ -18,8 +18,7 @@ from sage_lab.records import Row, markdown_table
 
 DRAWS = 10_000
 LOSS = "loss_by_video"
-ALL_COLUMNS = (LOSS, "psnr_by_video")
-HIGHER_IS_BETTER = ("psnr_by_video", "ssim_by_video", "kept_by_video")  # the last two in an archived record
+HIGHER_IS_BETTER = ("psnr_by_video", "ssim_by_video", "kept_by_video")  # of an archived record
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"
 
 
@@ -121,9 +120,9 @@ def verdict_table(found: Sequence[Row]) -> str:
 
 COLUMNS = {  # heading: (name in a row, format)
     "loss": ("loss", "{:.5f}"),
-    "PSNR to full, dB": ("psnr", "{:.2f}"),
+    "PSNR to full, dB": ("psnr", "{:.2f}"),  # this and the last in an archived record
     "attention's error": ("attention_error", "{:.3f}"),
-    "objects kept": ("kept", "{:.1%}"),  # in an archived record
+    "objects kept": ("kept", "{:.1%}"),
 }
 
 
