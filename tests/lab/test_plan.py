@@ -1,8 +1,6 @@
 """A plan: every run is measured once, in its order, however often the work is killed, stopped or broken."""
 
-import os
 import random
-import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -39,42 +37,6 @@ def test_nobody_else_does_the_work_meanwhile(tmp_path):
     expected = "path: expected a file that no other process is writing"
     with opened(PLAN, tmp_path, None), pytest.raises(ValueError, match=expected), opened(PLAN, tmp_path, None):
         pass
-
-
-def worked_off(folder, killed_in=None):
-    """Work off the plan in a process of its own, which a run may kill; return its exit code."""
-
-    def measure(run, device):
-        with (folder / "measured").open("a") as file:
-            file.write(run.name + "\n")
-        work.checkpoint(run).touch()
-        if run == killed_in:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return drawn(run)
-
-    child = os.fork()
-    if child == 0:
-        try:
-            with opened(PLAN, folder, ("arguments", 1)) as work:
-                work.finish(measure)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_after_kill_9_only_what_is_not_finished_is_measured(tmp_path):
-    assert worked_off(tmp_path, killed_in=RUNS[2]) == -signal.SIGKILL
-    work = Work(PLAN, tmp_path, ("arguments", 1))
-    assert list(work.finished) == RUNS[:2]
-    assert work.checkpoint(RUNS[2]).exists()  # which the run goes on from
-    assert worked_off(tmp_path) == 0
-    names = [run.name for run in RUNS]
-    assert (tmp_path / "measured").read_text().splitlines() == [*names[:3], *names[2:]]
-    work = Work(PLAN, tmp_path, ("arguments", 1))
-    assert work.rows == [row for run in RUNS for row in drawn(run)]
-    assert {path.name for path in tmp_path.iterdir()} == {"measured", work.parts.path.name}
-    assert Work(PLAN, tmp_path, ("arguments", 2)).rows == []
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -125,26 +125,6 @@ def test_undefined_numbers_copies_and_integers_from_pytorch_are_noted(kernel, dt
     assert (observed["result"][16:] == end).all() if end is not None else observed["result"][16:].isnan().all()
 
 
-@triton.jit
-def block_pointer_kernel(x_ptr, y_ptr, count, N: tl.constexpr, CHECKED: tl.constexpr):
-    x = tl.make_block_ptr(x_ptr, (count,), (1,), (0,), (N,), (0,))
-    y = tl.make_block_ptr(y_ptr, (count,), (1,), (0,), (N,), (0,))
-    tl.store(y, tl.load(x, boundary_check=(0,), padding_option="zero"), boundary_check=(0,) if CHECKED else ())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="addresses are watched in Triton's interpreter")
-@pytest.mark.parametrize(("checked", "outside"), [(True, ""), (False, "writes 1 element past the last of y_ptr")])
-def test_block_pointers_are_watched_too(checked, outside):
-    def copy(x):
-        y = torch.empty(6)
-        block_pointer_kernel[(1,)](x, y, 6, N=8, CHECKED=checked)
-        return y
-
-    observed = observe(copy, {"x": torch.arange(6.0)}, {})
-    assert observed["outside"] == (f"program (0, 0, 0) {outside}" if outside else "")
-    assert outside or torch.equal(observed["result"], torch.arange(6.0))
-
-
 @pytest.mark.parametrize("layout", ["", "transposed", "columns", "sliced", "expanded"])
 def test_layouts_hold_the_same_numbers_and_elements_lie_where_the_strides_say(layout):
     x = torch.randn(2, 3, 4, 5)

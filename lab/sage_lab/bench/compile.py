@@ -10,7 +10,8 @@ To find the programs, the kernels' own code runs on tensors without memory, with
 Triton's launcher derives the types from the noted arguments.
 
 The record has a digest of each kernel as Triton's front end writes it, which takes a tenth of a second. Only kernels
-whose digest differs from the record are compiled; `--all` compiles all.
+whose digest differs from the record are compiled; `--all` compiles all. It has one of all sources, too: while they and
+Triton are the same, nothing is left to do.
 
 For 8.9 nothing is compiled: it takes the launches of 8.6, and the machine code for both has the same instructions in
 the same order, apart from the spelling of one conversion.
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
+import sage_kernels
 import torch
 import triton
 from sage_kernels.common.candidates import DEFAULTS, Launch
@@ -54,7 +56,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 
-from sage_lab.bench.bank_conflicts import conflicts
+import sage_ref
+from sage_lab.bench import bank_conflicts
 from sage_lab.command_line import Arguments, Failed, positive, process_pool
 from sage_lab.files import read_json, write_file
 from sage_lab.records import markdown_table, write_record
@@ -62,6 +65,7 @@ from sage_ref.prologue import Prologue
 from sage_ref.sla2.router import Routing
 
 RECORD = Path(__file__).parent / "compile_record.json"  # name of a case -> [spills, digest]
+SOURCES = "sources"  # stands there before the cases: no digest needs to be made while the sources are the same
 # Compute capability -> shared memory that one program may use, in bytes.
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 HEAD_DIMS = (64, 128)
@@ -340,6 +344,16 @@ def digest(case: Case) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
+def sources_digest() -> str:
+    """Return a digest of all that the digests of kernels follow from: sources, launch tables, Triton's version."""
+    found = hashlib.sha256(triton.__version__.encode())
+    packages = (Path(package.__path__[0]) for package in (sage_kernels, sage_ref))
+    sources = [path for package in packages for path in sorted(package.rglob("*.*")) if path.suffix in (".py", ".json")]
+    for path in (*sources, Path(__file__), Path(bank_conflicts.__file__)):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
 def compile_kernel(case: Case) -> tuple[str, Compiled]:
     """Return a kernel's machine code (SASS), one instruction a line, and what it is like.
 
@@ -350,7 +364,7 @@ def compile_kernel(case: Case) -> tuple[str, Compiled]:
 
 def assembled(source: ASTSource, options: dict[str, Any], capability: int) -> tuple[str, Compiled]:
     """Return machine code and what it is like, as `compile_kernel` does."""
-    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log, conflicts() as found:
+    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as log, bank_conflicts.conflicts() as found:
         knobs.nvidia.dump_ptxas_log = True
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -411,7 +425,10 @@ class Compile(Arguments):
         every, recorded = every_case(), read_json(RECORD, "the record of `compile`")
         if not (wanted := [case for case in every if self.only in case.name]):
             raise ValueError(f"only: expected a part of a name such as {every[0].name!r}, got {self.only!r}")
-        rows, complaints = [], []
+        rows, complaints, sources = [], [], sources_digest()
+        if recorded.get(SOURCES) == [0, sources] and not (self.all or self.update or self.only):
+            print(f"{len(every)} kernels are as recorded: no source has changed since, nor has Triton.")
+            return
         with process_pool(self.workers) as pool:
             digests = dict(zip(wanted, pool.map(digest, wanted, chunksize=8), strict=True))
             asked = [x for x in wanted if self.all or recorded.get(x.name, [0, ""])[1] != digests[x]]
@@ -428,7 +445,8 @@ class Compile(Arguments):
             print(markdown_table(rows[0], [row.values() for row in rows]))
         write_record(self.json, rows, command=command)
         if self.update:  # without kernels that are gone
-            names = [case.name for case in every if case.name in recorded]
+            recorded[SOURCES] = [0, sources]
+            names = [SOURCES, *(case.name for case in every if case.name in recorded)]
             lines = [f" {json.dumps(name)}: {json.dumps(recorded[name])}" for name in names]
             write_file(RECORD, "{\n" + ",\n".join(lines) + "\n}\n")
         if complaints:

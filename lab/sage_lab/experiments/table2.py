@@ -5,8 +5,6 @@ The activations are from two trained models, with and without QK-norm.
 
 from collections.abc import Iterable
 
-from torch import Tensor
-
 from sage_lab.records import Row, markdown_table
 from sage_lab.training.capture import Capture, attention_errors
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -20,32 +18,20 @@ PAPER_TABLE2 = {
 CAPTURES = {"QK-norm": "capture_qk_norm_h200", "no QK-norm": "capture_plain_h200"}
 
 
-def table2_rows(captures: dict[int, dict[str, Tensor]], settings: SageBwdSettings) -> list[Row]:
-    """Return `attention_errors` of captured layers, each row with the paper's cosine and relative L2.
-
-    Rows of old records don't say how they were quantised: as printed, `SageBwdSettings.printed`.
-    """
-    return with_paper(attention_errors(captures, settings))
-
-
-def with_paper(rows: Iterable[Row]) -> list[Row]:
-    paper = {
-        name: dict(zip(("paper_cosine", "paper_rel_l2"), found, strict=True)) for name, found in PAPER_TABLE2.items()
-    }
-    return [row | paper[row["tensor"]] for row in rows]
-
-
 def most_error_prone(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of the layer with the largest error of dQ, from one model's `table2_rows`."""
+    """Return the rows of the layer with the largest error of dQ, from one model's `capture_rows`."""
     rows = list(rows)
     worst = max((row for row in rows if row["tensor"] == "dQ"), key=lambda row: row["rel_l2"])["layer"]
     return [row for row in rows if row["layer"] == worst]
 
 
 def capture_rows(name: str, capture: Capture) -> list[Row]:
-    """Return the rows of one capture, quantised as printed."""
-    model = {"capture": name, "qk_norm": capture.provenance["run"]["qk_norm"]}
-    return [model | row for row in table2_rows(capture.layers, SageBwdSettings.printed(is_causal=True))]
+    """Return `attention_errors` of one capture, quantised as printed; each row with the paper's numbers."""
+    rows = []
+    for row in attention_errors(capture.layers, SageBwdSettings.printed(is_causal=True)):
+        paper = dict(zip(("paper_cosine", "paper_rel_l2"), PAPER_TABLE2[row["tensor"]], strict=True))
+        rows.append({"capture": name, "qk_norm": capture.provenance["run"]["qk_norm"]} | row | paper)
+    return rows
 
 
 def table2_text(rows: list[Row]) -> str:

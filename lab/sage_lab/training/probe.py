@@ -38,7 +38,7 @@ def probe(model: Llama, batch: Batch, autocast: Autocast) -> Row:
 
     Returns:
         gradient_norm: of the exact gradient of all parameters.
-        errors: arm -> |g - exact| / |exact| of that gradient; by_layer: the same of each block's parameters.
+        errors: arm -> |g - exact| / |exact| of that gradient.
         largest_score: of each layer, of c Q K^T without its sign.
         attention: arm -> gradient -> relative error of each layer, where all layers before and after it are exact.
             "reference" is SageBwd in PyTorch, and "between" the distance of the kernels' result from that one.
@@ -49,18 +49,16 @@ def probe(model: Llama, batch: Batch, autocast: Autocast) -> Row:
                 exact = gradients(model, batch)
             with autocast():
                 _, captured = attention_tensors(model, *batch, range(model.config.layers))
-        errors, by_layer = {}, {}
+        errors = {}
         for name, changes in ARMS.items():
             with attention_as(model, **changes), autocast():
                 found = gradients(model, batch)
-            errors[name] = relative_error(sum(found, []), sum(exact, []))
-            by_layer[name] = [relative_error(*layers) for layers in zip(found[:-1], exact[:-1], strict=True)]
+            errors[name] = relative_error(found, exact)
         scores = [largest_score(x["query"], x["key"]) for x in captured.values()]
         attention = attention_gradient_errors(model, list(captured.values()))
     return {
-        "gradient_norm": rounded(norm_of(sum(exact, []))),
+        "gradient_norm": rounded(norm_of(exact)),
         "errors": errors,
-        "by_layer": by_layer,
         "largest_score": scores,
         "attention": attention,
     }
@@ -91,13 +89,9 @@ def attention_as(model: Llama, **changes: Any) -> Iterator[None]:
             core.config = config
 
 
-def gradients(model: Llama, batch: Batch) -> list[list[Tensor]]:
-    """Return the gradients of each block's parameters, and last those of all others."""
-    groups = [list(block.parameters()) for block in model.blocks]
-    in_blocks = {parameter for group in groups for parameter in group}
-    groups.append([parameter for parameter in model.parameters() if parameter not in in_blocks])
-    found = iter(torch.autograd.grad(next_token_loss(model, *batch), sum(groups, [])))
-    return [[next(found) for _ in group] for group in groups]
+def gradients(model: Llama, batch: Batch) -> tuple[Tensor, ...]:
+    """Return the gradients of all parameters."""
+    return torch.autograd.grad(next_token_loss(model, *batch), list(model.parameters()))
 
 
 def attention_gradient_errors(model: Llama, captured: Sequence[dict[str, Tensor]]) -> dict[str, dict[str, list[float]]]:

@@ -10,9 +10,11 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
+import sage_kernels
 from sage_kernels.common.candidates import DEFAULTS
 from sage_kernels.sagebwd.ladder import BACKWARD_LEVELS, FORWARD_LEVELS
 from sage_kernels.sla2.ladder import HOPPER_BACKWARD, LEVELS
+from sage_lab.__main__ import main
 from sage_lab.bench import compile as compiling
 from sage_lab.bench.compile import INT8, SIXTEEN_BIT, SPILL, Case, Compiled, complaint, count
 from sage_lab.bench.instructions import KINDS
@@ -118,7 +120,7 @@ def test_what_differs_from_its_record_is_compiled(compiled):
     """Each time: how many kernels are compiled, or that the command fails; the record after it."""
     first, same, every, changed, at_fault, other_triton, spilling = compiled["command"]
     record = first[1]
-    assert [*json.loads(record)] == ["sm_80 forward level 0 D64 causal"]  # not that of a kernel that is gone
+    assert [*json.loads(record)] == ["sources", "sm_80 forward level 0 D64 causal"]  # not that of a kernel that is gone
     assert (first, same) == ([1, record], [0, record])
     assert every == changed == other_triton == [1, record]  # without --update nothing is recorded
     assert at_fault == ["failed", record]
@@ -156,8 +158,20 @@ def test_matmuls_that_wait_for_one_another_are_seen(compiled):
 
 
 def test_the_record_names_every_kernel_and_nothing_else():
-    difference = set(read_json(compiling.RECORD, "a record")) ^ {case.name for case in EVERY}
+    difference = set(read_json(compiling.RECORD, "a record")) ^ {"sources", *(case.name for case in EVERY)}
     assert not difference, f"python -m sage_lab compile --update records them: {sorted(difference)}"
+
+
+def test_no_digest_is_made_while_all_sources_are_those_of_the_record(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sage_kernels, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(compiling, "RECORD", tmp_path / "record")
+    (tmp_path / "kernel.py").write_text("1")
+    digest = compiling.sources_digest()
+    (tmp_path / "record").write_text(json.dumps({"sources": [0, digest]}))
+    main(["compile"])
+    assert "no source has changed" in capsys.readouterr().out
+    (tmp_path / "kernel.py").write_text("2")
+    assert compiling.sources_digest() != digest
 
 
 def test_every_kernel_that_has_a_launch_is_compiled():

@@ -5,9 +5,8 @@ import pytest
 pytest.importorskip("triton")
 from sage_lab.bench import count
 from sage_lab.bench.compile import Compiled
-from sage_lab.bench.cost_model import GPUS, by_the_rule
+from sage_lab.bench.cost_model import GPUS, by_the_rule, demand
 from sage_lab.bench.count import Problem, changes, key_loops, row_of
-from sage_lab.bench.instructions import kind_of
 
 # Of a thread: S of 4 scores and their P V at D = 64, a copy that has a mask, and a pass that computes S alone.
 MATMUL = "IMMA.16832.S8.S8 R0, R1, R2, R3"  # 16 x 8 x 32 multiply-adds of a warp
@@ -73,15 +72,23 @@ def test_a_file_that_can_not_be_counted_is_one_line(tmp_path, text, said):
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("instruction", "kind"),
-    [
-        ("HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24", "matmul"),
-        ("F2I.S8.NTZ R5, R3", "rounding"),
-        ("I2FP.F32.S32 R0, R1", "conversion"),
-        ("STL [R1], R2", "spill"),
-        ("BRA `(.L_x_2)", "rest"),
-    ],
-)
-def test_instructions_have_a_kind(instruction, kind):
-    assert kind_of(instruction) == kind
+INSTRUCTIONS = {  # -> multiply-adds in INT8 and in 16 bit, bytes of shared memory
+    "IMMA.16832.S8.S8.SAT R104, R32.reuse.ROW, R164.COL, R140": (16 * 8 * 32, 0, 0),
+    "HMMA.16816.F32.BF16 R172, R204, R172, RZ": (0, 16 * 8 * 16, 0),
+    "HFMA2.BF16 R1, R2, R3, R4": (0, 0, 0),
+    "LDSM.16.MT88.2 R4, [R5]": (0, 0, 256),
+    "STSM.16.M88.4 [R80+0x10000], R56": (0, 0, 512),
+    "STS.64 [R5], R4": (0, 0, 256),
+    "STS.U16 [R5], R4": (0, 0, 128),
+    "LDGSTS.E.BYPASS.128 [R5], [R6.64]": (0, 0, 512),
+    "LDL.LU R4, [R1]": (0, 0, 128),
+    "SHFL.BFLY PT, R4, R5, 0x1, 0x1f": (0, 0, 128),
+    "LDGDEPBAR": (0, 0, 0),
+    "LEA R1, R2, R3": (0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("instruction", INSTRUCTIONS)
+def test_matmuls_and_bytes_of_shared_memory_are_counted(instruction):
+    found = demand([instruction])
+    assert (found["int8"], found["float16"], found["bytes"]) == INSTRUCTIONS[instruction]

@@ -4,8 +4,6 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from sage_lab.bench.dense import user_shapes, user_turns
-from sage_lab.bench.measure import measure
 from sage_lab.bench.timing import ALONE_REPETITIONS, WARM_UPS, alone, host_microseconds, paired
 from sage_lab.experiments.turns import orders
 
@@ -46,13 +44,3 @@ def test_the_hosts_time_begins_with_an_idle_gpu(clock):
 @pytest.mark.parametrize(("ms", "repetitions"), [(1, 60), (15, ALONE_REPETITIONS), (80, ALONE_REPETITIONS)])
 def test_work_that_is_timed_alone_is_repeated_often_enough(clock, ms, repetitions):
     assert alone(clock.work("work", ms, compiling=300)) == pytest.approx((ms, ms, ms, repetitions))
-
-
-@pytest.mark.gpu
-def test_a_gpu_times_the_public_function_beside_its_peers_also_as_a_graph():
-    shape = next(user_shapes((1024,)))._replace(batch=2, causal=True)
-    rows = [row for row in measure(user_turns(shape)) if "missing" not in row]
-    for cuda_graph in (False, True):
-        found = {row["provider"]: row for row in rows if row["cuda_graph"] == cuda_graph}
-        assert {"sage_kernels", "sdpa_flash", "sdpa_cudnn"} <= set(found)
-        assert all(0 < row["ms_p20"] <= row["ms_median"] <= row["ms_p80"] < 50 for row in found.values())

@@ -3,7 +3,6 @@
 import statistics
 
 import pytest
-import torch
 from sage_lab.__main__ import main
 from sage_lab.experiments import table1
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, table1_inputs
@@ -11,13 +10,6 @@ from sage_lab.records import read_record
 
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.tracing import cosine, exact_intermediates, relative_l2, sagebwd_intermediates
-
-
-def test_inputs_have_the_deviations_of_the_table():
-    for x, deviation in zip(table1_inputs(2048, 64, sigma=5, seed=0), (5, 5, 1, 1), strict=True):
-        assert (x.shape, x.dtype) == ((1, 1, 2048, 64), torch.bfloat16)
-        assert x.double().std().item() == pytest.approx(deviation, rel=0.02)
-    assert not torch.equal(*(table1_inputs(2048, 64, sigma=5, seed=seed)[0] for seed in (0, 1)))
 
 
 def test_the_command_measures_every_setting_and_averages_over_seeds(text):

@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from sage_lab.models.llama import Attention, Llama, LlamaConfig, RotaryEmbedding
-from sage_lab.repairs import with_remedy
 from torch.testing import assert_close
 
 from sage_ref.attention import attention_forward
-from sage_ref.sagebwd.settings import SageBwdSettings
 
 SMALL = {"vocab_size": 31, "context": 24, "layers": 2, "width": 32, "heads": 4}
 
@@ -87,22 +85,6 @@ def test_input_and_output_share_the_embedding():
 
 def loss_of(model):
     return F.cross_entropy(model(tokens()).flatten(0, 1), tokens(seed=2).flatten())
-
-
-def query_gradient(model):
-    """Return the gradient of the first layer's query projection."""
-    return torch.autograd.grad(loss_of(model), model.blocks[0].attention.query.weight)[0]
-
-
-def test_the_settings_of_the_reference_are_the_configurations():
-    choice = {"smooth_k": False, "smooth_q": True, "granularity": "block", "ds_rounding": "stochastic"}
-    choice |= {"block_q": 16, "block_kv": 32}
-    assert LlamaConfig(**SMALL).reference_settings == with_remedy(SageBwdSettings(is_causal=True), "none")
-    for remedy in ("none", "seven, matching delta"):
-        config = LlamaConfig(**SMALL, backend="reference", **choice, remedy=remedy)
-        assert config.reference_settings == with_remedy(SageBwdSettings(is_causal=True, **choice), remedy)
-    found = [query_gradient(llama(attention="sagebwd", backend="reference", **x)) for x in ({}, {"block_q": 8})]
-    assert not torch.equal(*found)
 
 
 @pytest.mark.parametrize(("backend", "qk_norm"), [("reference", True), ("auto", True), ("auto", False)])

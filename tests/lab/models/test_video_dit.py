@@ -12,6 +12,7 @@ from sage_lab.models.video_dit import (
     RotaryEmbedding3D,
     VideoDiT,
     VideoDiTConfig,
+    raster_order,
 )
 from torch import nn
 from torch.testing import assert_close
@@ -78,6 +79,21 @@ def test_noise_embedding_is_its_equation():
     assert_close(embedding(levels), expected, atol=1e-4, rtol=0)
 
 
+def test_blocks_of_consecutive_tokens_are_boxes():
+    order = raster_order((2, 4, 4), (2, 2, 2)).tolist()
+    assert order[:12] == [0, 1, 4, 5, 16, 17, 20, 21, 2, 3, 6, 7]
+
+
+@pytest.mark.parametrize("where", ["blocks", "output"])
+def test_the_noise_level_reaches_the_velocity_through_the_blocks_and_the_output(where):
+    model, (video, _) = video_dit(), batch(count=1)
+    silenced = [model.modulation] if where == "blocks" else [block.modulation for block in model.blocks]
+    for modulation in silenced:
+        nn.init.zeros_(modulation.linear.weight)
+    low, high = (model(video, torch.tensor([t]).double()) for t in (0.2, 0.8))
+    assert (low - high).abs().max() > 1e-3
+
+
 def test_a_block_is_its_equation():
     block = video_dit().blocks[0]
     x, noise = torch.randn(2, 72, 32).double(), torch.randn(2, 32).double()
@@ -103,16 +119,6 @@ def test_attention_is_its_equation_head_by_head():
         )
         heads.append(attention_forward(attention.rotary(q), attention.rotary(k), v).output)
     assert_close(attention(x), attention.output(torch.cat(heads, dim=-1)))
-
-
-@pytest.mark.parametrize("where", ["blocks", "output"])
-def test_the_noise_level_reaches_the_velocity_through_the_blocks_and_the_output(where):
-    model, (video, _) = video_dit(), batch(count=1)
-    silenced = [model.modulation] if where == "blocks" else [block.modulation for block in model.blocks]
-    for modulation in silenced:
-        nn.init.zeros_(modulation.linear.weight)
-    low, high = (model(video, torch.tensor([t]).double()) for t in (0.2, 0.8))
-    assert (low - high).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import DEVICE, ON_GPU
 from sage_lab.training.video_router import RouterSettings, RouterTraining, new_core, stage1_error
 from torch.testing import assert_close
 from video_cases import CONFIG, made_up_digits, opened_weights
@@ -30,19 +29,6 @@ def test_the_error_is_that_of_sla2_with_its_hard_mask_on_the_chosen_queries():
     chosen = torch.cat((torch.arange(48, 64), torch.arange(16)))
     expected = (hard - o)[:, :, chosen].square().sum() / o[:, :, chosen].square().sum()
     assert_close(stage1_error(core, q, k, v, o, torch.tensor([3, 0])), expected, rtol=0.02, atol=0)
-
-
-def test_the_kernels_give_the_references_error_and_gradients():
-    q, k, v = torch.randn(3, 1, 1, 256, 32, device=DEVICE).half()
-    o, found = attention_forward(3 * q.float(), k.float(), v.float()).output.half(), {}
-    for backend in ("reference", "triton"):
-        config = replace(SLA2_CONFIG, width=32, block_q=128, block_kv=64, backend=backend)
-        core = new_core(config, SETTINGS, 0).to(DEVICE)
-        error = stage1_error(core, 3 * q, k, v, o, torch.tensor([1, 0], device=DEVICE))
-        error.backward()
-        found[backend] = error.detach(), *(x.grad for x in core.parameters())
-    for ours, expected in zip(found["triton"], found["reference"], strict=True):
-        assert (ours - expected).norm() < (0.05 if ON_GPU else 0.01) * expected.norm()  # bfloat16 sums on a GPU
 
 
 def test_stage_1_lowers_the_error_and_changes_nothing_but_cores():

@@ -58,13 +58,15 @@ def test_a_shape_has_its_area_where_the_truth_says_and_moves_by_its_velocity_min
     assert_close(centres[0, 0].diff(dim=0), (velocity - camera).expand(4, 2))
 
 
-def test_a_digit_is_its_picture_as_large_as_its_radius_says():
-    scene = one_object("digit", digit=torch.full((1, OBJECTS), 4))
-    place = torch.arange(40) + 0.5
-    y, x = torch.meshgrid(place, place, indexing="ij")
-    cover = video_scenes.coverage(scene, DIGITS, 0, ((y - 20) / 8)[None, None], ((x - 20) / 8)[None, None])[0, 0]
-    assert torch.equal((cover > 0.9).any(0).nonzero().flatten(), torch.arange(20, 26))  # columns 4, 5 and 6 of 8
-    assert not cover[:, :18].any()
+def test_objects_turn_back_at_the_walls():
+    scene = one_object("disc", start=torch.tensor([2.0, 29.0]).expand(1, OBJECTS, 2),
+                       velocity=torch.tensor([-3.0, 2.0]).expand(1, OBJECTS, 2))  # fmt: skip
+    assert video_scenes.object_paths(scene, torch.arange(4.0), 32)[0, 0].tolist() == [
+        [2, 29],
+        [1, 31],
+        [4, 31],
+        [7, 29],
+    ]
 
 
 def test_the_digits_are_scikit_learns():
