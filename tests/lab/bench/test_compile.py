@@ -158,7 +158,7 @@ def test_matmuls_that_wait_for_one_another_are_seen(compiled):
 
 
 def test_the_record_names_every_kernel_and_nothing_else():
-    difference = set(read_json(compiling.RECORD, "a record")) ^ {"sources", *(case.name for case in EVERY)}
+    difference = (set(read_json(compiling.RECORD, "a record")) - {"sources"}) ^ {case.name for case in EVERY}
     assert not difference, f"python -m sage_lab compile --update records them: {sorted(difference)}"
 
 
