@@ -50,7 +50,6 @@ DRAWINGS = {
     "precision": lambda: figures.precision_map(SageBwdSettings.printed(exact_matmuls=("S", "dP"))),
     "precision by row": lambda: figures.precision_map(SageBwdSettings()),
     "forward step": lambda: figures.forward_step_figure(CAUSAL, VALUES[:8], 4, 2),
-    "backward step": lambda: figures.backward_step_figure(ALL_TILES.tril(), 3),
     "owners": figures.owners,
     "sparse owners": lambda: figures.sparse_owners(MASK, rows=(0, 2), columns=(1, 6)),
     "sparse owner of nothing": lambda: figures.sparse_owners(torch.tensor([[True, False]]), rows=(), columns=(1,)),

@@ -161,13 +161,6 @@ def backward_film(visible: Tensor) -> Film:
     return Film("backward", draw, len(order), 0.36 * (visible.shape[0] + 3) + 0.3, columns=3)
 
 
-def backward_step_figure(visible: Tensor, step: int) -> Figure:
-    """Draw one picture of `backward_film`, larger, for a slider over the steps, from 0."""
-    order = backward_order(visible)
-    height = 0.45 * (visible.shape[0] + 3) + 0.8
-    return one_picture(height, "backward", draw_backward, visible, order[: step + 1], len(order))
-
-
 def draw_backward(axes: Axes, visible: Tensor, order: Sequence[tuple[int, int]], count: int) -> None:
     """Draw the last tile of `order`, of `count` in all, and the parts that each sum has received."""
     now_i, now_j = order[-1]
