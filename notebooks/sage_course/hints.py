@@ -1,13 +1,10 @@
 """Words for a reader whose answer is not right: a known mistake's hint, the wrong lines, or what the results show.
 
-A small change of the text is named only if it was tried: with it the answer gives the solution's results, or the
-solution the answer's. So no sentence is a guess.
+A small change of the text is named only if with it the answer is the solution, word for word, or the solution the answer.
 """
 
 import ast
 import re
-import time
-import warnings
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +30,6 @@ from sage_course.gaps import (
     source,
 )
 
-SECONDS = 3  # for all small changes of an answer
 IN_PLACE = "Hint: It changes an input in place, as `x += y` does. `x = x + y` makes a new tensor."
 
 
@@ -92,7 +88,7 @@ def hint(gap: Gap, report: Report, by_line: bool = True) -> str:
     fact = about_result(found, expected)
     if report.mistake and not isinstance(found, Raised):
         fact = Fact(report.mistake.hint)
-    change = small_change(gap, report, fact)
+    change = small_change(gap, report)
     text = change.text or fact.text
     if fact.is_sure and change.kind in ("operator", "exchange"):  # which say where alone
         text = f"{change.text} {fact.text}"
@@ -284,57 +280,17 @@ class Change(NamedTuple):
     kind: str = ""
 
 
-def small_change(gap: Gap, report: Report, fact: Fact) -> Change:
-    """Return the small change that makes the answer right or the solution as wrong; an empty sentence for none.
-
-    fact: is said, if it is sure, where the text shows no single change.
-    """
+def small_change(gap: Gap, report: Report) -> Change:
+    """Return the small change that makes the answer the solution, or the solution the answer; "" for none."""
     if report.text is None:
         return Change("")
     own, right = (ast.unparse(ast.parse(text)) for text in (report.text, gap.text))
     made, to_be_made = mutants.mutants(right, own), mutants.mutants(own, right)
 
-    # Without running anything
     for change in made:
         if change.text == own:
             return Change(change.if_made, change.kind)
     for change in to_be_made:
         if change.text == right:
             return Change(change.if_to_be_made, change.kind)
-    if fact.is_sure:
-        return Change(fact.text)
-
-    # By running what a change makes of them
-    runner = Runner(gap, report)
-    for change in to_be_made:
-        if runner.gives(change.text, report.expected):
-            return Change(change.if_to_be_made, change.kind)
-    if any(isinstance(result, Raised) for result in report.found):  # one error has many reasons
-        return Change("")
-    differ = mutants.text_that_differs(own, right)
-    for change in made:
-        if change.may_explain(differ) and runner.gives(change.text, report.found):
-            return Change(change.if_made, change.kind)
     return Change("")
-
-
-class Runner:
-    """Runs changed texts of an answer or of the solution, as long as there is time."""
-
-    def __init__(self, gap: Gap, report: Report):
-        self.gap, self.trials = gap, gap.trials()
-        self.names = {**plain(gap.solution).__globals__, **plain(report.answer).__globals__}
-        numbers = range(len(self.trials))
-        self.wrong_first = sorted(numbers, key=lambda x: same(report.found[x], report.expected[x]))
-        self.deadline = time.monotonic() + SECONDS
-
-    def gives(self, text: str, results: list) -> bool:
-        """Whether a program gives these results in all trials."""
-        is_on_gpu = type(self.gap.solution).__name__ == "JITFunction"  # where a changed program may do harm
-        if is_on_gpu or time.monotonic() >= self.deadline:
-            return False
-        with suppress(Exception), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = defined(text, f"<{text}>", dict(self.names))[ast.parse(text).body[0].name]
-            return all(same(self.gap.outcome(program, self.trials[x]).result, results[x]) for x in self.wrong_first)
-        return False

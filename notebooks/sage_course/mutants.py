@@ -67,12 +67,6 @@ class Mutant(NamedTuple):
         """Return the sentence for a reader who has to make the change."""
         return SENTENCES[self.kind][1].format(self.old)
 
-    def may_explain(self, differ: str) -> bool:
-        """Return whether a reader may have made the change, whose text has these lines that the solution lacks."""
-        if self.kind in (*OMISSIONS, "brackets"):
-            return True
-        return (self.new in differ) != (self.kind == "part")
-
 
 def mutants(text: str, other: str) -> list[Mutant]:
     """Return a program with one small change in a line that the other doesn't have, the most telling first."""
@@ -284,10 +278,6 @@ def different_lines(tree: ast.Module, other: str) -> list[Place]:
 
 def first_line(place: Place) -> str:
     return ast.unparse(place.get()).splitlines()[0]
-
-
-def text_that_differs(own: str, other: str) -> str:
-    return "\n".join(ast.unparse(x.get()) for x in different_lines(ast.parse(own), other))
 
 
 def shown(node: ast.AST) -> str:

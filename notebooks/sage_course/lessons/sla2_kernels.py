@@ -155,11 +155,6 @@ def sizes(blocks: Blocks, head_dim: int) -> dict:
     return {"D": head_dim, "BLOCK_Q": blocks.q, "BLOCK_KV": blocks.kv}
 
 
-def block_counts(n: int, blocks: Blocks) -> tuple[int, int]:
-    """Return Tm and Tn."""
-    return math.ceil(n / blocks.q), math.ceil(n / blocks.kv)
-
-
 def with_room(table: Tensor) -> Tensor:
     """Return a copy of a table with zeros before and behind it: a wrong place must not stop the whole notebook."""
     return torch.nn.functional.pad(table.flatten(), (ROOM, ROOM))[ROOM:-ROOM].view(table.shape)
