@@ -1,6 +1,7 @@
 """Words for a reader whose answer is not right: a known mistake's hint, the wrong lines, or what the results show.
 
-A small change of the text is named only if with it the answer is the solution, word for word, or the solution the answer.
+A small change of the text is named only if with it the answer is the solution, word for word, or the solution is the
+answer. So no sentence is a guess.
 """
 
 import ast
