@@ -5,7 +5,6 @@
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
 from sage_lab.command_line import Arguments, Parser, add_options, finish, imported, read_arguments, written
 
@@ -14,10 +13,8 @@ from sage_lab.command_line import Arguments, Parser, add_options, finish, import
 class Pages(Arguments):
     """Write the measured parts of the pages and the notebooks. `start` in front makes copies for a reader instead."""
 
-    load: Annotated[bool, "write nothing, print what each notebook asks of its reader"] = False
-
     def run(self, command: str) -> None:
-        imported("sage_course.readme").write_pages(self.load, self.json)
+        imported("sage_course.readme").write_pages(self.json)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,11 +13,9 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record
 
 from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import (
-    Load,
     colab_address,
     exercise_minutes,
     framed,
-    load,
     notebook_files,
     notebooks,
     project,
@@ -151,11 +149,8 @@ def first_film() -> Film:
     return forward_film(2 * scores, values, 2)
 
 
-def write_pages(load_alone: bool = False, json: Path | None = None) -> None:
-    """Write the pictures, and every file whose text is not as it should be, or only print each notebook's load."""
-    if load_alone:
-        print(markdown_table(("notebook", *Load._fields), [(path.stem, *load(path)) for path in notebook_files()]))
-        return
+def write_pages(json: Path | None = None) -> None:
+    """Write the pictures, and every file whose text is not as it should be."""
     FIGURES.mkdir(exist_ok=True)
     overview_figure(read_record(tables.TABLE2), read_record(paired.PAIRED)).savefig(FIGURES / "overview.png")
     film = first_film()
