@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTHON_GPU ?=
 WORKERS_GPU ?= auto
 GPU_TESTS = $(sort $(shell grep -lrE 'mark\.gpu|MARKS' tests --include='test_*.py'))
-NOTEBOOKS = $(sort $(wildcard notebooks/*.ipynb))
+NOTEBOOKS = $(shell ls -r notebooks/*.ipynb)
 BIN = .venv/bin
 # JupyterLab refuses to run as root, as in a container, unless told to.
 ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -43,8 +43,9 @@ compiled:
 tests:
 	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:nbval -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
+# Backwards, since the notebooks that take longest are late ones: at the end there is little to wait for.
 executed: tests
-	@$(OWN_TMPDIR) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
+	@$(OWN_TMPDIR) OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder --nbval --nbval-current-env --nbval-cell-timeout=120 -p no:cacheprovider $(NOTEBOOKS)
 
 # Where readers' own functions are saved: nowhere, so that no output depends on them.
 executed notebooks: export SAGE_REF_YOURS = $(CURDIR)/build/nobody
