@@ -77,7 +77,7 @@ class SLA2(nn.Module):
         query_blocks: How many alphas a head has, one per query block, for inputs of exactly that many blocks; 1 is
             broadcast to any length.
         relaxation: Stands in for the hard mask in stage 1. `EQUATIONS_16_17` and `PRINTED` of `sage_ref.sla2.router`
-            are the paper's two forms; the default departs from both, as it explains.
+            are the paper's two forms, of which the second can cheat; the default departs from both, as it explains.
         backend: As in `sage_ref.sparse_linear_attention`. Stage 1 runs in 16 bit.
 
     Raises:

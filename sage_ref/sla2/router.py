@@ -10,8 +10,11 @@ Algorithm 2, line 8, P_c = softmax(c scores) (`PRINTED`). Hard Top-k chooses the
 doesn't give them the same weights. Among more than a hundred blocks P_c is tiny, so the mask of Algorithm 2 is nearly
 flat. If a soft M weighs e^S, as `branches` reads softmax(S * M), a flat M cancels: the loss is near 0 whatever the hard
 mask would choose, and alpha ends far too large for it. If M multiplies S it does not cancel, and stage 1 does not learn
-either. The scores don't shrink with the number of blocks. Neither does log P_c, which is c scores up to a shift of each
-row that lambda absorbs: the default takes it, with tau = 1, and the forward pass keeps the hard mask.
+either. Of the two printed forms only this one cheats. The scores don't shrink with the number of blocks, so the mask of
+Eq. 16-17 is nearly hard, and its loss is nearly the error that the hard mask will have. Neither does log P_c shrink: it
+is c scores up to a shift of each row that lambda absorbs. The default takes it, with tau = 1, and keeps the hard mask
+in the forward pass, so that the loss is the hard mask's error at any temperature. On two captured layers of a video
+model, with three seeds each, it ended 4% lower than Eq. 16-17 on a video that nothing was fitted to (train_router_cpu).
 
 With the identity for both projections this is SLA's heuristic router.
 """
