@@ -156,9 +156,3 @@ def test_a_slider_holds_a_picture_for_each_value_and_shows_the_first_where_style
         figures.slider(draw, turn=range(3, 9))
     with pytest.raises(ValueError, match="expected one size"):
         figures.slider(lambda n=1: figures.panels(n)[0], n=range(1, 3))
-
-
-def test_a_description_has_a_diagrams_words_and_ends_somewhere():
-    assert "HBM" in figures.describe(figures.memory_hierarchy())
-    figure, (axes,) = figures.panels(1, title="word " * 200)
-    assert len(figures.describe(figure)) <= 504
