@@ -31,7 +31,7 @@ from sage_course.figures.style import (
 )  # fmt: skip
 from sage_course.figures.table1 import table1_choices_figure, table1_figure
 from sage_course.figures.tile_loop import (
-    backward_film, backward_order, forward_film, forward_step_figure, forward_steps, owners,
+    backward_film, backward_order, forward_film, forward_steps, owners,
     sparse_owners,
 )  # fmt: skip
 from sage_course.figures.time_line import ring_film, two_warps_and_a_barrier

@@ -1,7 +1,7 @@
 """Films of the loop over tiles: what each tile computes, and what has been added up so far."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import matplotlib.pyplot as plt
@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 from sage_course.figures.diagrams import LETTERS
-from sage_course.figures.films import IDEAS, Film
+from sage_course.figures.films import Film
 from sage_course.figures.style import BLUE, GREEN, ORANGE, YELLOW, panels
 from sage_ref.shapes import tiles
 
@@ -64,13 +64,6 @@ def forward_film(scores: Tensor, values: Tensor, block: int) -> Film:
         draw_forward(figure.subplots(), scores, values, block, steps[: i + 1], len(steps))
 
     return Film("forward", draw, len(steps), 0.25 * len(scores) + 0.7)
-
-
-def forward_step_figure(scores: Tensor, values: Tensor, block: int, step: int) -> Figure:
-    """Draw one picture of `forward_film`, larger, for a slider over the steps, from 0."""
-    steps = forward_steps(scores, values, block)
-    height = 0.32 * len(scores) + 1.1
-    return one_picture(height, "forward", draw_forward, scores, values, block, steps[: step + 1], len(steps))
 
 
 def draw_forward(
@@ -133,14 +126,6 @@ def film_strip(count: int, columns: int, height: float, title: str) -> tuple[Fig
     for ax in grid.flatten()[count:]:
         ax.set_axis_off()
     return figure, grid.flatten()[:count]
-
-
-def one_picture(height: float, film: str, draw: Callable, *arguments) -> Figure:
-    """Draw one picture of a film, larger, with its key below."""
-    figure, (ax,) = panels(1, width=6.0, height=height)
-    draw(ax, *arguments)
-    figure.supxlabel(IDEAS[film].key, fontsize=LETTERS)
-    return figure
 
 
 def backward_order(visible: Tensor) -> list[tuple[int, int]]:
