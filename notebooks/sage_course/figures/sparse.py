@@ -1,6 +1,6 @@
 """Figures of sparse-linear attention: block masks, the linear branch, routers, training for INT8."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
 
 import matplotlib.pyplot as plt
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sage_lab.records import Record
 from torch import Tensor
 
-from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
+from sage_course.figures.style import BLACK, BLUE, COLORS, ORANGE, RED, panels
 from sage_ref.sla2 import soft_top_k
 
 
@@ -42,17 +42,16 @@ def draw_block_mass(axes: Axes, mass: Tensor, *, block_mask: Tensor | None = Non
     axes.figure.colorbar(colors, ax=axes, fraction=0.046, extend="both", label="share of the row's mass")
 
 
-def soft_mask_figure(logits: Tensor, count: int, temperatures: Sequence[float]) -> Figure:
-    """Draw SoftTop-k of one row of P_c and of log P_c at each temperature, blocks by rank; dotted: hard Top-k.
+def soft_mask_figure(scores: Mapping[str, Tensor], count: int, temperatures: Sequence[float]) -> Figure:
+    """Draw SoftTop-k of each argument at each temperature, blocks by rank; dotted: hard Top-k.
 
-    logits [Tn], as the router gives them for a block of queries; count: how many blocks the row sums to.
+    scores: name -> [Tn], one row for a block of queries; count: how many blocks the row sums to.
     """
     title = "SoftTop-k is flat until tau is as small as the scores' differences"
     figure, axes = panels(len(temperatures), width=2.9, height=3.2, sharey=True, title=title)
-    rank = range(1, len(logits) + 1)
-    scores = {"P_c": (logits.softmax(-1), BLUE), "log P_c": (logits.log_softmax(-1), ORANGE)}
+    rank = range(1, len(next(iter(scores.values()))) + 1)
     for ax, temperature in zip(axes, temperatures, strict=True):
-        for name, (x, color) in scores.items():
+        for (name, x), color in zip(scores.items(), COLORS, strict=False):
             weights = soft_top_k(x, count, temperature).sort(descending=True).values
             ax.plot(rank, weights.detach(), color=color, label=f"SoftTop-k of {name}")
         ax.step(rank, [float(i <= count) for i in rank], ":", where="mid", color=BLACK, label="hard Top-k")
