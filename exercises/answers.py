@@ -313,7 +313,7 @@ def failed(test: Test, hint: str, feedback: str, fixed: bool) -> TestResult:
 def graded(
     exercise: Exercise, tests: Sequence[Test], seeds: Sequence[Any], answers: Callable
 ) -> tuple[list[TestResult], str]:
-    """Return the result of each test on all seeds, up to the first that fails, and what was printed on the first.
+    """Return the result of each test on all seeds, up to the first that fails, and what was printed on the visible one.
 
     Each seed has processes of its own, so that feedback on visible inputs holds nothing of hidden ones.
     """
@@ -325,7 +325,7 @@ def graded(
             result = judge.judge(test, seed, outcomes, fixed=seed != VISIBLE_SEED)
             if test not in results or result.status != "passed":
                 results[test] = result
-        printed = printed or text
+        printed += text if seed == VISIBLE_SEED else ""
     return list(results.values()), printed
 
 

@@ -11,7 +11,7 @@ from exercises import ROOT, checking, exercise_names, grading, stubs
 from exercises import task as tasks
 from exercises.answers import Exercise, Judge, wrong_part
 from exercises.isolation import Limits, Sandbox, SandboxError
-from exercises.task import AGREEMENTS, Call, Draw, Mistake, agreement
+from exercises.task import Call, Draw, Mistake, agreement
 from exercises.worker import load
 
 
@@ -33,21 +33,13 @@ def test_worked_values_in_the_docstrings(name):
 
 
 def library():
-    """Yield (exercise, function, arguments, what the library gives): masters are compared with nothing else."""
-    from sage_ref import quantization, sagebwd, sla2, smoothing
+    """Yield (exercise, function, arguments, what the library gives) of masters that are more than a line or two."""
+    from sage_ref import quantization, sagebwd, sla2
 
     draw = Draw("library")
     q, k, v, do = (draw.normal(48, 32) for _ in range(4))
     settings = sagebwd.SageBwdSettings.printed(smooth_k=False, block_q=16, block_kv=16)
     forward = sagebwd.sagebwd_forward(q, k, v, settings)
-    quantized = quantization.quantize(q, (16, None))
-    yield "01_block_quantizer", "quantize_block", (q, 16), (quantized.values, quantized.scale)
-    yield "01_block_quantizer", "dequantize_block", (quantized.values, quantized.scale, 16), quantized.dequantize()
-    a, b = quantized.values, quantization.quantize(k).values.mT
-    yield "02_integer_matmul", "integer_matmul", (a, b), quantization.integer_matmul(a, b)
-    yield "03_key_smoothing", "smooth_key", (k[None],), smoothing.smooth_key(k[None])
-    smooth, means = smoothing.smooth_query(q, 16)
-    yield "04_query_smoothing", "smooth_query", (q, 16), (smooth, means[::16])
     ordered = sagebwd.sagebwd_forward(q, k, v, sagebwd.SageBwdSettings(smooth_k=False, block_q=48, block_kv=16))
     rounded = quantization.fake_quantize(q) @ quantization.fake_quantize(k, (16, None)).mT / 32**0.5
     yield "05_online_softmax", "online_softmax", (rounded, v, 16), (ordered.output, ordered.log_sum_exp)
@@ -59,11 +51,8 @@ def library():
     selected = sla2.top_blocks(sla2.heuristic_scores(*heads[:2], blocks), 2)
     yield "12_linear_branch", "linear_branch", (*heads, selected, 16, 8), sla2.linear_branch(*heads, ~selected, blocks)
     yield "13_soft_top_k", "soft_top_k", (q, 5, 0.1), sla2.soft_top_k(q, 5, 0.1)
-    yield "14_router_top_k", "router_scores", (*heads[:2], 16, 8), sla2.heuristic_scores(*heads[:2], blocks)
     sparse = sla2.sparse_branch(*heads, selected, blocks)
     yield "15_alpha_from_masses", "sparse_attention", (*heads, selected, 16, 8), sparse[0]
-    tile = tuple(x[0, :16].reshape(16, -1).squeeze(-1) for x in sparse)
-    yield "18_sparse_loop", "sparse_tile", (q[:16], k, v, selected[0, 0].nonzero()[:, 0], 8), tile
 
 
 def test_masters_give_what_the_library_gives():
@@ -75,7 +64,7 @@ def test_masters_give_what_the_library_gives():
             assert agreement("roundings" if loose else 1e-5)(x, y).all(), (name, function)
 
 
-@pytest.mark.parametrize("number", ["11", "16", "17", "18"])
+@pytest.mark.parametrize("number", ["11", "16", "17"])
 def test_kernels_give_what_the_library_gives(number):
     """O and L, dQ, dK and dV of the tests' own inputs, from numbers that the INT8 tiles stand for."""
     from sage_ref.sagebwd import SageBwdSettings, sagebwd_backward, sagebwd_forward
@@ -83,18 +72,9 @@ def test_kernels_give_what_the_library_gives(number):
     exercise = Exercise(next(name for name in exercise_names() if name.startswith(number)))
     for test in exercise.tests[-3:]:
         for call, given in zip(exercise.calls(test, "library"), exercise.expected(test, "library"), strict=True):
-            if call.function not in ("int8_forward", "int8_dq", "int8_dk_dv", "sparse_attention"):
+            if call.function not in ("int8_forward", "int8_dq", "int8_dk_dv"):
                 continue
             x, outputs = call.arguments, given["outputs"]
-            if number == "18":
-                q, k, v, lists, count, block_q, block_kv, *_ = x
-                listed = [numbers[:n] for numbers, n in zip(lists, count, strict=True)]
-                tile = exercise.functions()["sparse_tile"]
-                pairs = zip(q.split(block_q), listed, strict=True)
-                tiles = [tile(q_i, k, v, numbers, block_kv) for q_i, numbers in pairs]
-                for found, parts in zip(outputs, zip(*tiles, strict=True), strict=True):
-                    assert agreement(1e-3)(found, torch.cat(parts)), test.name
-                continue
             scales = [(x[i].double() * x[i + 1].repeat_interleave(len(x[i]) // len(x[i + 1]))[:, None]) for i in (0, 2)]
             blocks = {"block_q": len(x[0]) // len(x[1]), "block_kv": len(x[2]) // len(x[3])}
             if number == "11":
@@ -172,47 +152,28 @@ def test_points_need_every_seed_and_hidden_data_is_not_shown(graded):
     assert "expected" in graded("def f(x): return 3 * x").tests[0].feedback
 
 
-@pytest.mark.parametrize(
-    ("body", "calls"),
-    [
-        ("x + x", None),
-        ("(x.sign() * 127).to(torch.int8).float() * 0 + 2 * x", None),
-        ("x.abs().long() * 0 + 2 * x", None),
-        ("torch.vmap(lambda row: row.int() * 0 + 2 * row)(x)", None),
-        ("functools.reduce(lambda y, _: y + 0.0, range(70000), 2 * x)", None),
-        ("numpy.int64(2 * x)", lambda draw: [Call("f", (3,))]),
-        ("torch.tensor(2 * x)", lambda draw: [Call("f", (3,))]),
-        ("numpy.float64(2 * x)", lambda draw: [Call("f", (0.5,))]),
-    ],
-)
-def test_right_answers_in_unusual_forms(graded, body, calls):
-    """By way of int64, under vmap, by 70,000 tiny operations, as NumPy's number, as a tensor without axes."""
-    source = f"import functools, numpy, torch\ndef f(x): return {body}\n"
-    assert graded(source, graded.small(calls=calls)).score == 1
+READS = r"""
+raise NotImplementedError('f: do it') -> f not written yet: do it
+raise NotImplementedError('do it') -> f raised an error: line 2: NotImplementedError: do it
+return torch.empty(2, device='meta').cpu() -> f raised an error: line 2: NotImplementedError
+return type('x' * 10**6, (), {})() -> f returned something that can't be used: xxx
+raise ValueError('\n' * 9 + 'x' * 10**6) -> f raised an error: line 2: ValueError: xxx
+return 10**400 -> f returned something that can't be used: an integer of more than 64 bits
+return [torch.zeros(2**18)] * 9 -> f returned something that can't be used: more numbers than are allowed
+return None -> f returned None, or something without a gradient: is there a `return`
+return 2 * x, None -> f returned None, or something without
+return 2 * x, x -> The docstring says which shapes and dtypes are expected. (expected float32
+return 2 * x.double() -> The docstring says which shapes and dtypes
+return (2 * x)[:1] -> The docstring says which shapes and dtypes
+return x * float('nan') -> THE HINT (
+return x.mul_(2) -> f overwrites x, which its caller still needs. Work on a copy.
+(x / 0).to(torch.int8); return 2 * x -> NaN, infinity or too large a number became an integer
+torch.as_tensor(x / 0, dtype=torch.int8); return 2 * x -> NaN, infinity or too large a number
+(1e9 * x).nan_to_num().to(torch.int8); return 2 * x -> NaN, infinity or too large a number
+"""
 
 
-@pytest.mark.parametrize(
-    ("body", "feedback"),
-    [
-        ("raise NotImplementedError('f: do it')", "f not written yet: do it"),
-        ("raise NotImplementedError('do it')", "f raised an error: line 2: NotImplementedError: do it"),
-        ("return torch.empty(2, device='meta').cpu()", "f raised an error: line 2: NotImplementedError"),
-        ("return type('x' * 10**6, (), {})()", "f returned something that can't be used: xxx"),
-        ("raise ValueError('\\n' * 9 + 'x' * 10**6)", "f raised an error: line 2: ValueError: xxx"),
-        ("return 10**400", "f returned something that can't be used: an integer of more than 64 bits"),
-        ("return [torch.zeros(2**18)] * 9", "f returned something that can't be used: more numbers than are allowed"),
-        ("return None", "f returned None, or something without a gradient: is there a `return`"),
-        ("return 2 * x, None", "f returned None, or something without"),
-        ("return 2 * x, x", "The docstring says which shapes and dtypes are expected. (expected float32"),
-        ("return 2 * x.double()", "The docstring says which shapes and dtypes"),
-        ("return (2 * x)[:1]", "The docstring says which shapes and dtypes"),
-        ("return x * float('nan')", "THE HINT ("),
-        ("return x.mul_(2)", "f overwrites x, which its caller still needs. Work on a copy."),
-        ("(x / 0).to(torch.int8); return 2 * x", "NaN, infinity or too large a number became an integer"),
-        ("torch.as_tensor(x / 0, dtype=torch.int8); return 2 * x", "NaN, infinity or too large a number"),
-        ("(1e9 * x).nan_to_num().to(torch.int8); return 2 * x", "NaN, infinity or too large a number"),
-    ],
-)
+@pytest.mark.parametrize(("body", "feedback"), [line.split(" -> ") for line in READS.strip().splitlines()])
 def test_what_a_student_reads_is_one_line(graded, body, feedback):
     result = graded(f"def f(x):\n    {body}\nimport torch\n")
     assert result.score == 0
@@ -278,22 +239,6 @@ def test_float_attention_reaches_no_milestone_of_a_capstone_about_int8(name, fou
     assert sum("0.4 steps" in result.hint for result in results) >= len(results) - 1 or found == "NaN"
 
 
-def test_a_wrong_l_and_an_unguarded_0_over_0_cost_a_point_each(sandbox):
-    exercise = Exercise("11_triton_int8_forward")
-    visited = "cdiv(tl.minimum(n_k, (i + 1) * BLOCK_Q) if IS_CAUSAL else n_k, BLOCK_KV)"  # no tile is all masked
-    for edits, feedback in (
-        ({"tl.math.log2(l)) * LN_2": "0.7 * tl.math.log2(l))"}, "Which base do m and l have"),  # no known mistake
-        ({"tl.where(s_p == 0, 1.0, s_p)": "s_p", "cdiv(n_k, BLOCK_KV)": visited}, "0 / 0 is NaN"),
-    ):
-        source = exercise.master
-        for old, new in edits.items():
-            assert source.count(old) == 1
-            source = source.replace(old, new)
-        lines = grading.table(grading.grade(exercise, source.encode(), [0], sandbox)).splitlines()
-        assert lines[0].startswith("11_triton_int8_forward: 12 of 13 points, ")
-        assert sum(feedback in line for line in lines) == 1
-
-
 def test_error_of_the_master_is_not_the_students(graded):
     for exercise in (graded.small("def f(x): return 1 / 0\n"), graded.small(calls=lambda draw: 1 / 0)):
         result = graded("def f(x): return x", exercise)
@@ -324,25 +269,25 @@ def f(x, y):
 """
 
 
+KERNEL_CALLS = """
+kernel[(1,)](x, y, N=4, M=4) ->
+y.fill_(2 * x.max()) -> No Triton kernel was launched
+kernel[(1,)](x, y, N=4, M=8) -> Something was written outside of an output
+kernel[(1,)](x, y, N=8, M=4) -> THE HINT
+kernel[(1,)](x, y, N=4, M=2) -> THE HINT
+kernel[(1,)](y, x, N=4, M=4) -> f overwrites x
+kernel[(1,)](x, y, N='four', M=4) -> f raised an error: line 4:
+"""  # N=8: what stands behind x is infinite
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stray store on a GPU may harm the tests after it")
-@pytest.mark.parametrize(
-    ("body", "score", "feedback"),
-    [
-        ("kernel[(1,)](x, y, N=4, M=4)", 1, ""),
-        ("y.fill_(2 * x.max())", 0, "No Triton kernel was launched"),
-        ("kernel[(1,)](x, y, N=4, M=8)", 0, "Something was written outside of an output"),
-        ("kernel[(1,)](x, y, N=8, M=4)", 0, "THE HINT"),  # what stands behind x is infinite
-        ("kernel[(1,)](x, y, N=4, M=2)", 0, "THE HINT"),
-        ("kernel[(1,)](y, x, N=4, M=4)", 0, "f overwrites x"),
-        ("kernel[(1,)](x, y, N='four', M=4)", 0, "f raised an error: line 4: "),
-    ],
-)
-def test_kernels_are_launched_and_stay_inside(graded, body, score, feedback):
+@pytest.mark.parametrize(("body", "feedback"), [line.split(" ->") for line in KERNEL_CALLS.strip().splitlines()])
+def test_kernels_are_launched_and_stay_inside(graded, body, feedback):
     calls = lambda draw: [Call("f", (torch.ones(4), torch.full((4,), -1.0)), outputs=1)]  # noqa: E731
     exercise = graded.small(KERNEL.format(body="kernel[(1,)](x, y, N=4, M=4)"), calls, triton=True)
     result = graded(KERNEL.format(body=body), exercise, seeds=[0])
-    assert (result.score, result.broken) == (score, False)
-    assert feedback in result.tests[0].feedback
+    assert (result.score, result.broken) == (not feedback, False)
+    assert feedback.strip() in result.tests[0].feedback
 
 
 @pytest.mark.parametrize(("body", "score"), [("x * y", 1), ("x * y.detach()", 0), ("(x * y).detach()", 0), ("x", 0)])
@@ -356,32 +301,33 @@ X = Draw("agreements").normal(64, 32)
 
 
 @pytest.mark.parametrize(
-    ("agree", "spoil", "agrees"),
+    ("agree", "rows", "factor", "agrees"),
     [
-        ("roundings", lambda x: x * (1 + 5e-5), True),
-        ("roundings", lambda x: torch.cat((x[:2] * (1 + 2e-2), x[2:])), True),  # flipped roundings: 2 rows
-        ("roundings", lambda x: torch.cat((x[:4] * (1 + 1e-2), x[4:])), False),  # more than chance flips
-        ("roundings", lambda x: x * (1 + 2e-4), False),  # every row a little
-        ("roundings", lambda x: torch.cat((x[:24], x[24:] * (1 + 2e-4))), False),  # more than half of them
-        ("roundings", lambda x: torch.cat((x[:63], x[63:] * 1.1)), False),  # one row, but by 1e-2 of the whole
-        ("roundings", lambda x: torch.cat((x[:63], x[63:] * torch.nan)), False),
-        (1e-3, lambda x: x * (1 + 5e-4), True),
-        (1e-3, lambda x: x * (1 + 2e-3), False),
-        (1e-3, lambda x: torch.where(x == x.max(), torch.inf, x), False),
-        ("int8", lambda x: x.to(torch.int8), True),
-        ("form", lambda x: 0 * x, True),
-        ("entries", lambda x: torch.where(x == x.max(), 1.001 * x, x), False),
+        ("roundings", 64, 1 + 5e-5, True),
+        ("roundings", 2, 1.02, True),  # flipped roundings
+        ("roundings", 4, 1.01, False),  # more rows than chance flips
+        ("roundings", 64, 1 + 2e-4, False),  # every row a little
+        ("roundings", 40, 1 + 2e-4, False),  # more than half of them
+        ("roundings", 1, 1.1, False),  # one row, but by a hundredth of the whole
+        ("roundings", 1, torch.nan, False),
+        (1e-3, 64, 1 + 5e-4, True),
+        (1e-3, 64, 1 + 2e-3, False),
+        (1e-3, 1, torch.inf, False),
+        ("form", 64, 0, True),
+        ("entries", 1, 1.001, False),
     ],
 )
-def test_agreements(agree, spoil, agrees):
-    expected = X.to(torch.int8) if agree == "int8" else X
-    assert bool(agreement(agree)(spoil(X), expected).all()) is agrees
+def test_agreements(agree, rows, factor, agrees):
+    spoiled = torch.cat((X[:rows] * factor, X[rows:]))
+    assert bool(agreement(agree)(spoiled, X).all()) is agrees
     odd = torch.where(X > 1, torch.nan, torch.where(X < -1, -torch.inf, X))
-    assert agree == "int8" or agreement(agree)(odd, odd).all()
+    assert agreement(agree)(odd, odd).all()
+
+
+def test_integers_of_which_few_are_off_by_one_agree():
     off = X.mul(10).to(torch.int8)
-    assert AGREEMENTS["int8"](torch.where(X.max() == X, off + 1, off), off)
-    assert not AGREEMENTS["int8"](off + 1, off)
-    assert not AGREEMENTS["int8"](torch.where(X.max() == X, off + 2, off), off)
+    one, two = (torch.where(X.max() == X, off + number, off) for number in (1, 2))
+    assert [bool(agreement("int8")(x, off)) for x in (off, one, two, off + 1)] == [True, True, False, False]
 
 
 PARTS = {"launched": False, "spoiled": False, "undefined": False, "outputs": (), "gradients": None, "changed": ()}

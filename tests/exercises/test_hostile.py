@@ -1,16 +1,13 @@
 """What a submission may try: it earns nothing that its values don't, harms nobody and leaves nothing behind."""
 
 import io
-import itertools
 import json
 import math
 import os
 import random
 import re
-import resource
 import socket
 import textwrap
-import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -20,8 +17,8 @@ import torch
 
 from exercises import ROOT, wire
 from exercises import __main__ as command_line
-from exercises.answers import Exercise, Judge
-from exercises.isolation import Failure, Limits, Sandbox, have_walls, received
+from exercises.answers import Judge, load_exercise
+from exercises.isolation import Limits, Sandbox, have_walls, received
 from exercises.task import Call
 
 behind_walls = pytest.mark.skipif(not have_walls(), reason="bubblewrap can't put up its walls here")
@@ -135,22 +132,10 @@ LEAKS = (
 
 @pytest.mark.parametrize("leak", LEAKS)
 def test_feedback_on_hidden_inputs_holds_no_word_of_the_submission(quick, graded, leak):
-    """In its own test or in the next, whose visible run comes first."""
-    exercise = graded.small()
-    exercise.tests = exercise.tests[0], exercise.tests[0]._replace(name="next")
-    spy = f"""
-shapes = {[tuple(call.arguments[0].shape) for test in exercise.tests for call in exercise.calls(test, 0)]}
-kept = []
-def f(x):
-    if tuple(x.shape) in shapes: return 2 * x if not kept else kept
-    kept.append('SECRET')
-    {leak}
-"""
-    shapes = {call.arguments[0].shape for test in exercise.tests for call in exercise.calls(test, 0)}
-    seed = next(x for x in "abcdefgh" if exercise.calls(exercise.tests[0], x)[0].arguments[0].shape not in shapes)
-    result = graded(spy, exercise, seeds=[0, seed], sandbox=quick)
-    assert result.score < 2
-    assert "SECRET" not in str(result.as_json())
+    exercise = graded.small(calls=lambda draw: [Call("f", (torch.tensor(float(draw.seed != 0)),))])
+    result = graded(f"def f(x):\n    if x == 0: return 2 * x\n    {leak}\n", exercise, sandbox=quick)
+    assert result.score == 0
+    assert "SECRET" not in f"{result.as_json()} {result.printed}"
 
 
 def test_prints_are_bounded_and_printable(quick, graded):
@@ -169,125 +154,116 @@ def test_submission_has_four_descriptors_and_nothing_of_the_environment(graded, 
         assert graded(source, exercise, sandbox=fresh).score == 1
 
 
-def test_limits_of_the_whole_exercise_and_of_the_machine(graded):
-    """Each call keeps to its limit and the sum doesn't; a limit can't be raised, as on a cluster."""
+def test_each_call_keeps_to_its_limit_and_the_sum_does_not(graded):
     exercise = graded.small(calls=lambda draw: [Call("f", (draw.normal(2),))] * 9)
-    exercise.tests = tuple(exercise.tests[0]._replace(name=str(i)) for i in range(3))
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    with Sandbox(Limits(exercise_seconds=4, file=2**50)) as place:
+    exercise.tests = tuple(exercise.tests[0]._replace(name=name) for name in "abc")
+    with Sandbox(Limits(exercise_seconds=4)) as place:
         result = graded("import time\ndef f(x):\n    time.sleep(0.4)\n    return 2 * x\n", exercise, [0], place)
-        assert result.tests[-1].feedback == "f used up the time of the exercise"
-        source = "import resource\ndef f(x): return resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"
-        expected = 2**50 if hard == resource.RLIM_INFINITY else min(hard, 2**50)
-        assert graded(source, graded.small(f"def f(x): return {expected}\n"), [0], place).score == 1
+    assert result.tests[-1].feedback == "f used up the time of the exercise"
 
 
-def test_a_class_loses_nobodys_result(tmp_path, capsys, monkeypatch):
-    """Zips and folders of hostile and honest students; a second start grades only those who aren't in the report."""
+def test_a_class_loses_nobodys_result(tmp_path, capsys):
+    """Zips of hostile and honest students; a second start grades only those who aren't in the report."""
     folder, report, name = tmp_path / "class", tmp_path / "report.json", "01_block_quantizer"
     folder.mkdir()
     master = (ROOT / name / "master.py").read_bytes()
-    kill = "\nimport os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\n" if have_walls() else "\nraise SystemExit\n"
-    handed_in = {"ada": master, "bob": b"import os\nos._exit(0)\n", "eve": master + kill.encode(), "zoe": master}
-    for student, source in handed_in.items():
+    stop = b"\nimport os, signal\nos.kill(os.getppid(), signal.SIGSTOP)\n" if have_walls() else b"\nraise SystemExit\n"
+    for student, source in {"bob": b"import os\nos._exit(0)\n", "eve": master + stop, "zoe": master}.items():
         with zipfile.ZipFile(folder / f"{student}.zip", "w") as archive:
             archive.writestr(f"../a/b/c/d/e/{name}/exercise.py", source)
     (folder / "liz.zip").write_bytes(b"no zip")
     before = {path: path.read_bytes() for path in folder.iterdir()}
     arguments = ["grade", "01", "--class", str(folder), "--json", str(report), "--workers", "1", "--trust"]
     assert command_line.main(arguments) == 1
-    students = json.loads(report.read_text())["students"]
-    scores = {student: result["score"] for student, result in students.items()}
-    assert scores == {"ada.zip": 8, "bob.zip": 0, "eve.zip": 8 * have_walls(), "liz.zip": 0, "zoe.zip": 8}
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert os.listdir(tmp_path) == ["class", "report.json"] or os.listdir(tmp_path) == ["report.json", "class"]
-    capsys.readouterr()
     content = json.loads(report.read_text())
-    del content["students"]["zoe.zip"]  # as if it had been killed
-    report.write_text(json.dumps(content))
-    assert command_line.main(arguments) == 1
+    scores = {student: result["score"] for student, result in content["students"].items()}
+    assert scores == {"bob.zip": 0, "eve.zip": 8 * have_walls(), "liz.zip": 0, "zoe.zip": 8}
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(os.listdir(tmp_path)) == ["class", "report.json"]
+    capsys.readouterr()
+    report.write_text(json.dumps(content | {"students": {"bob.zip": content["students"]["bob.zip"]}}))  # as if killed
+    for student in ("eve.zip", "liz.zip"):
+        (folder / student).unlink()
+    assert command_line.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[0] == "zoe.zip: 8 of 8 points"
     assert json.loads(report.read_text())["seeds"] == content["seeds"]
     report.write_text("[" * 10**5)
     assert command_line.main(arguments) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "block"),
-    [
-        (b"[]", b""), (b"\xff", b""), (b"[" * 10**5, b""), (b"9" * 10**4, b""), (b"{}", b""),
-        (b'{"value": 0, "tensors": [["float32", [1]]]}', b"xxx"), (b'{"value": 0, "tensors": []}', b"x"),
-        (b'{"value": 0, "tensors": [["float32", [-1, -1]]]}', b"xxxx"),
-        (b'{"value": {"tensor": 0}, "tensors": []}', b""),
-        (b'{"value": 0, "tensors": [["float8_e4m3fn", [1]]]}', b"x"),
-        (json.dumps({"value": 0, "tensors": [["uint8", [0]]] * 3000}).encode(), b""),
-        (json.dumps({"value": 0, "tensors": [["uint8", [1] * 17]]}).encode(), b"x"),
-    ],
-)  # fmt: skip
-def test_unreadable_messages(text, block):
+UNREADABLE = """
+[]
+{}
+[1, 2
+{"value": 0, "tensors": [["float32", [2]]]}
+{"value": 0, "tensors": [["float32", [-1, -1]]]}
+{"value": 0, "tensors": [["float8_e4m3fn", [1]]]}
+{"value": {"tensor": 5}, "tensors": [["uint8", [4]]]}
+{"value": 0, "tensors": [["uint8", [4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]]}
+{"value": 0, "tensors": [["uint8", [4]], ["uint8", [0, 9223372036854775808]]]}
+"""
+MANY = json.dumps({"value": 0, "tensors": [["uint8", [0]]] * 3000})
+
+
+@pytest.mark.parametrize("text", [*UNREADABLE.strip().splitlines(), "\xff", "[" * 10**5, "9" * 10**4, MANY])
+def test_unreadable_messages(text):
     with pytest.raises(wire.WireError, match="can't be read"):
-        wire.read(io.BytesIO(framed(text, block)))
+        wire.read(io.BytesIO(framed(text.encode("latin-1"), b"four")))
 
 
 def test_values_survive_the_wire():
     tensors = [torch.ones(2, 0, 3), torch.tensor(1.5), torch.arange(12).view(3, 4).t(), torch.ones(3).requires_grad_()]
     tensors += [torch.zeros(2).to(dtype) for dtype in wire.DTYPES.values()]
-    value = {"tensors": tuple(tensors), "rest": (1, -2.5, math.inf, -math.inf, None, True, "text", (), {"a": 1})}
-    stream = io.BytesIO(wire.pack(value) + wire.pack(["\ud800\x1b[2J", {"\r\udcff": 1}]) + wire.pack(1)[:-1])
-    back = wire.read(stream)
-    assert back["rest"] == value["rest"]
-    for before, after in zip(tensors, back["tensors"], strict=True):
+    rest = (1, -2.5, math.inf, -math.inf, None, True, "text", (), {"a": 1})
+    whole = wire.pack([tensors, rest, "\ud800\x1b[2J"])
+    stream = io.BytesIO(whole + whole[:-1])
+    back, *others = wire.read(stream)
+    assert others == [rest, "  [2J"]
+    for before, after in zip(tensors, back, strict=True):
         assert torch.equal(before, after)
-        assert before.dtype == after.dtype
-        assert not after.requires_grad
-    assert wire.read(stream) == ("  [2J", {"  ": 1})
+        assert (after.dtype, after.requires_grad) == (before.dtype, False)
     with pytest.raises(EOFError):
         wire.read(stream)
 
 
-# Random answers: whatever comes back is read or refused, and no grader breaks on it. EXERCISES_FUZZ=60: for 60 s.
-SECONDS = float(os.environ.get("EXERCISES_FUZZ", "1"))
-NUMBERS = (0, 1, -1, 127, 2**31, 2**63, -(2**63), 10**400, 0.5, -0.0, 1e-320, math.nan, math.inf, True, None, "text")
-SPOILS = (b"0", b"9" * 30, b'"', b"[", b"{", b"}", b"-", b"\xff", b"null", b"1e999", b"")
-
-
-def random_tree(draw, depth=0):
-    kind = draw.randrange(9 if depth < 4 else 5)
-    if kind < 2:
-        return {"tensor": draw.choice((0, 1, 2, 9, -1, True, None, "0", []))}
-    if kind < 5:
-        return draw.choice(NUMBERS)
-    inner = [random_tree(draw, depth + 1) for _ in range(draw.randrange(4))]
-    return draw.choice((inner, {"dict": {str(i): x for i, x in enumerate(inner)}}, {"dict": inner}, {"x": 1}))
+# Random answers: whatever comes back is read or refused, and no grader breaks on it.
+ODD = (
+    0,
+    -1,
+    2**63,
+    10**400,
+    0.5,
+    math.nan,
+    None,
+    True,
+    "text",
+    [],
+    [[None]],
+    {"tensor": 9},
+    {"dict": {}},
+    {"dict": []},
+)
+RIGHT = RIGHT_PARTS | {"result": {"tensor": 0}, "outputs": [], "changed": []}
 
 
 def random_message(draw):
-    """Return the message of an answer; in half of all texts a few characters are wrong."""
-    shapes = [[draw.choice((0, 1, 2, 3, 17)) for _ in range(draw.randrange(4))] for _ in range(3)]
-    forms = [[draw.choice(list(wire.DTYPES)), shape] for shape in shapes]
-    right = RIGHT_PARTS | {"result": {"tensor": 0}, "outputs": [], "changed": []}
-    observed = {name: random_tree(draw) if draw.random() < 0.1 else x for name, x in right.items()}
-    text = bytearray(json.dumps({"tensors": forms, "value": {"dict": observed}}).encode())
-    for _ in range(draw.choice((0, 0, 1, 3))):
+    """Return an answer with odd parts; in half of all texts a few characters are wrong."""
+    forms = [[draw.choice(list(wire.DTYPES)), [draw.choice((0, 1, 17))] * draw.randrange(4)] for _ in range(3)]
+    parts = {name: draw.choice(ODD) if draw.random() < 0.1 else part for name, part in RIGHT.items()}
+    text = bytearray(json.dumps({"tensors": forms, "value": {"dict": parts}}).encode())
+    if draw.random() < 0.5:
         at = draw.randrange(len(text))
-        text[at : at + draw.randrange(3)] = draw.choice(SPOILS)
-    block = draw.randbytes(sum(wire.DTYPES[name].itemsize * math.prod(shape) for name, shape in forms))
-    return framed(bytes(text), block)
+        text[at : at + draw.randrange(3)] = draw.randbytes(1)
+    return framed(bytes(text), bytes(sum(wire.DTYPES[name].itemsize * math.prod(shape) for name, shape in forms)))
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["05_online_softmax", "08_row_or_block_scales", "13_soft_top_k", "18_sparse_loop"])
+@pytest.mark.parametrize("name", ["05_online_softmax", "08_row_or_block_scales", "13_soft_top_k"])
 def test_no_answer_breaks_a_grader(name):
-    exercise, end, read = Exercise(name), time.monotonic() + SECONDS, 0
-    exercise.mistakes = exercise.mistakes[:2]
-    for number in itertools.count():
-        draw = random.Random(f"{name} {number}")
-        judge = Judge(exercise)
-        for test in exercise.tests:
-            calls = exercise.calls(test, 0)
-            stream = io.BytesIO(wire.pack({}) + b"".join(random_message(draw) for _ in calls))
-            _, *outcomes = received(stream, calls, "ended")
-            read += sum(not isinstance(outcome, Failure) for outcome in outcomes)
-            assert judge.judge(test, 0, outcomes).status == "failed"
-        if read > 9 and time.monotonic() > end:
-            break
+    exercise, test = load_exercise(name), load_exercise(name).tests[0]
+    calls = exercise.calls(test, 0)
+    for number in range(100):
+        draw = random.Random(number)
+        stream = io.BytesIO(wire.pack({}) + b"".join(random_message(draw) for _ in calls))
+        _, *outcomes = received(stream, calls, "ended")
+        assert Judge(exercise).judge(test, 0, outcomes).status == "failed"
