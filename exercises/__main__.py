@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from sage_lab.command_line import (
     output_folder,
     positive,
 )
+from sage_lab.files import write_file
 
 from exercises import ROOT, exercise_names
 
@@ -87,7 +87,7 @@ def make_stubs(options, parser) -> int:
     from exercises import stubs
 
     if options.table:
-        write(ROOT / "README.md", imported("exercises.checking").page())
+        write_file(ROOT / "README.md", imported("exercises.checking").page())
         return DONE
     for path in stubs.write():
         print(f"wrote {path.relative_to(ROOT)}")
@@ -112,7 +112,7 @@ def grade(options, parser) -> int:
             result = grading.grade_folder(options.submission or ROOT, name, seeds, sandbox, alone=len(names) == 1)
             results.append(result)
             if options.json:
-                write(options.json, json.dumps([result.as_json() for result in results], indent=1) + "\n")
+                write_file(options.json, json.dumps([result.as_json() for result in results], indent=1) + "\n")
             print(grading.table(result), flush=True)
             if len(names) == 1 and result.printed:
                 print("  what it printed:", *result.printed.splitlines()[-20:], sep="\n    ")
@@ -130,14 +130,14 @@ MODULES = [f"exercises.{name}" for name in ("grading", "handing_in", "isolation"
 
 def grade_students(options, parser, names: list[str]) -> int:
     """Grade a class into the report that --json names, and go on with it if it was begun."""
-    classes = imported("exercises.classes")
+    classes, handing_in = map(imported, ("exercises.classes", "exercises.handing_in"))
     if options.json is None:
         parser.error("grade: expected --json FILE beside --class: the report, from which a second start goes on")
     students = classes.students_of(options.students)
     report = classes.read_report(options.json, names, options.seed)
     for name, result in classes.grade_class(students, report, options.workers):
         report["students"][name] = result
-        write(options.json, json.dumps(report, indent=1) + "\n", mode=0o600)
+        handing_in.write_private(options.json, json.dumps(report, indent=1) + "\n")
         print(f"{name}: {result['score']:g} of {result['max_score']:g} points {result['error']}".strip(), flush=True)
     graded = [report["students"][name] for name in students]
     broken = [x for x in graded if x["error"] or any(exercise["score"] is None for exercise in x["exercises"])]
@@ -146,10 +146,10 @@ def grade_students(options, parser, names: list[str]) -> int:
 
 
 def check(options, parser) -> int:
-    checking, sound = imported("exercises.checking"), True
-    for report in checking.check(options.names or exercise_names(), options.seeds):
-        print(checking.table(report), flush=True)
-        sound &= not report["problems"]
+    sound = True
+    for line in imported("exercises.checking").check(options.names or exercise_names(), options.seeds):
+        print(line, flush=True)
+        sound &= "PROBLEM" not in line
     return DONE if sound else FAILED
 
 
@@ -160,19 +160,6 @@ def package(options, parser) -> int:
     for path in gradescope.package(options.folder, options.names or exercise_names(), seeds):
         print(f"wrote {path}")
     return DONE
-
-
-def write(path: Path, content: str | bytes, mode: int = 0o644) -> None:
-    """Write a file in one step: whoever reads it finds the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

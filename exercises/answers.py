@@ -9,7 +9,6 @@ this mistake gives count as passed.
 import ast
 import dataclasses
 import functools
-import inspect
 import os
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,7 @@ from sage_lab.capstones.observe import observe
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from exercises import ROOT, exercise_names
+from exercises import ROOT
 from exercises.handing_in import VISIBLE_SEED
 from exercises.isolation import Failure, Outcome, SandboxError
 from exercises.perform import perform
@@ -35,6 +34,7 @@ RETURNED_NONE = "returned None, or something without a gradient: is there a `ret
 Error = str  # what comes of a call of the master instead of an outcome: it never counts as right
 NONE = "there is None where a result or a gradient should be"
 HINTS = {
+    "changed": "It overwrites an argument, which its caller still needs. Work on a copy.",
     "launched": NO_LAUNCH,
     "spoiled": "Something was written outside of an output: which rows of the last tile exist?",
     "undefined": "NaN, infinity or too large a number became an integer, and C doesn't say which. Is there a 0 / 0?",
@@ -46,8 +46,6 @@ class Exercise:
     """One exercise: its tests, and what the master gives, perhaps with mistakes made."""
 
     def __init__(self, name: str):
-        if name not in exercise_names():
-            raise ValueError(f"name: expected one of {exercise_names()}, got {name!r}")
         self.name = name
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -56,7 +54,6 @@ class Exercise:
         self.tests, self.mistakes, self.triton = tuple(task.tests), task.mistakes, task.triton
         self.capstone = task.capstone
         self.stub = stub_of(self.master, f"{name}/master.py")[0]
-        self.given = {}
 
     @property
     def points(self) -> float:
@@ -72,26 +69,20 @@ class Exercise:
         drawn = test.calls(Draw(seed, self.name, test.name))
         return tuple(call._replace(device=self.device) for call in drawn)
 
-    def expected(self, test: Test, seed: Any, mistakes: Sequence[Mistake] = ()) -> list[Outcome | Error]:
+    @functools.cache  # noqa: B019, as above
+    def expected(self, test: Test, seed: Any, mistakes: tuple[Mistake, ...] = ()) -> list[Outcome | Error]:
         """Return what the master gives in each call of a test, with these mistakes made.
 
         ValueError or SyntaxError if the mistakes can't be made together.
         """
-        key = test.name, seed, tuple(mistakes)
-        if key not in self.given:
-            functions, run = self.functions(tuple(mistakes)), attempt if mistakes else make
-            self.given[key] = [run(functions[call.function], call) for call in self.calls(test, seed)]
-        return self.given[key]
+        functions, run = self.functions(mistakes), attempt if mistakes else make
+        return [run(functions[call.function], call) for call in self.calls(test, seed)]
 
     @functools.lru_cache(maxsize=64)  # noqa: B019, as above
     def functions(self, mistakes: tuple[Mistake, ...] = ()) -> dict[str, Any]:
         """Return the master's names, with these mistakes made."""
         text = edited(self.master, mistakes)
         return defined(text, f"<master of {self.name}: {hash(text)}>", {"__name__": self.name})
-
-    def parameter(self, function: str, number: int) -> str:
-        """Return the name of a function's argument."""
-        return list(inspect.signature(self.functions()[function]).parameters)[number]
 
     def used(self, function: str) -> set[str]:
         """Return the functions with tests of their own that the master's function uses."""
@@ -257,47 +248,33 @@ class Judge:
         expected, differ = self.exercise.expected(test, seed), partial(wrong_part, test, paid=self.paid)
         if same(found, expected, differ):
             return TestResult(test.name, test.points, "passed")
-        if self.made and same(found, self.given(test, seed, self.made), differ):
+        if self.made and same(found, self.with_those_made(test, seed), differ):
             return TestResult(test.name, test.points, "passed", "as a mistake above makes it")
-        report = compare(found, expected, self.exercise.mistakes, partial(self.given_beside, test, seed), differ)
+        with_mistake = lambda mistake: self.exercise.expected(test, seed, (mistake,))  # noqa: E731
+        report = compare(found, expected, self.exercise.mistakes, with_mistake, differ)
+        hint = HINTS.get(report.difference.kind, test.hint)
         if report.mistake is not None:
             self.made.append(report.mistake)
             hint = report.mistake.hint or test.hint
-        else:
-            hint = self.hint(test, calls[report.number], found[report.number], report.difference)
         self.paid |= {report.difference.kind} & {"changed", "undefined"}
         shown = report.difference.words if test.shows and not fixed else ""
         return failed(test, hint, f"{hint} ({shown})" if shown else hint, fixed)
 
     def without_an_answer(self, test: Test, seed: Any, function: str, failure: Failure, fixed: bool) -> TestResult:
         """Return the result of a test in which a call gave nothing: the hint of the mistake that raises the same."""
-        mistakes = () if self.exercise.capstone or not failure.raised else self.exercise.mistakes
-        for mistake in mistakes:
+        for mistake in self.exercise.mistakes if failure.raised else ():
             hint = mistake.hint or test.hint
-            if failure.raised in self.given(test, seed, [mistake]):
+            if failure.raised in self.exercise.expected(test, seed, (mistake,)):
                 return failed(test, hint, hint, fixed)
         said = failure.shown if fixed else failure.said
         return failed(test, f"{function} {failure.shown}", f"{function} {said}", fixed)
 
-    def given(self, test: Test, seed: Any, mistakes: Sequence[Mistake]) -> list[Outcome | Error]:
-        """Return what the master gives with these mistakes; nothing if they can't be made together."""
+    def with_those_made(self, test: Test, seed: Any) -> list[Outcome | Error]:
+        """Return what the master gives with the mistakes recognised before; nothing if they can't be made together."""
         try:
-            return self.exercise.expected(test, seed, mistakes)
+            return self.exercise.expected(test, seed, tuple(self.made))
         except (ValueError, SyntaxError):
             return []
-
-    def given_beside(self, test: Test, seed: Any, mistake: Mistake) -> list[Outcome | Error]:
-        """Return what the master gives with a mistake, beside those made before if they can be made together."""
-        both = self.given(test, seed, [*self.made, mistake]) if self.made and mistake not in self.made else []
-        return both or self.given(test, seed, [mistake])
-
-    def hint(self, test: Test, call: Call, found: Outcome, wrong: Wrong) -> str:
-        """Return the hint for what no known mistake explains."""
-        if wrong.kind == "changed":
-            numbers = [x for x in found["changed"] if type(x) is int and 0 <= x < len(call.arguments)]
-            names = " and ".join(self.exercise.parameter(call.function, x) for x in numbers) or "its arguments"
-            return f"{call.function} overwrites {names}, which its caller still needs. Work on a copy."
-        return HINTS.get(wrong.kind, test.hint)
 
 
 def same(found: Sequence[Outcome], expected: Sequence[Outcome | Error], differ: Callable) -> bool:
@@ -334,8 +311,6 @@ def with_correct_functions(
 ) -> list[TestResult]:
     """Grade tests again whose function uses others that are wrong, with correct ones in their place."""
     failing = {test: result for test, result in zip(exercise.tests, results, strict=True) if result.status == "failed"}
-    if exercise.capstone or not failing:  # a capstone is one function
-        return results
     functions = {test: {call.function for call in exercise.calls(test, VISIBLE_SEED)} for test in failing}
     wrong = set().union(*functions.values())
     for test, before in failing.items():

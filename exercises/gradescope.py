@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from sage_lab.command_line import finish
+from sage_lab.files import write_file
 
 from exercises import ROOT, exercise_names
-from exercises.__main__ import write
 from exercises.answers import Exercise
 from exercises.grading import ExerciseResult, grade_folder, table
-from exercises.handing_in import NO_HIDDEN, read_file, seeds_of_grading
+from exercises.handing_in import NO_HIDDEN, read_file, seeds_of_grading, write_private
 from exercises.isolation import Sandbox
 
 REPOSITORY = ROOT.parent
 ENGINE = [f"exercises/{x.name}" for x in ROOT.glob("*.py") if x.stem not in ("gradescope", "checking", "classes")]
 SHARED = ["notebooks/sage_course/__init__.py", "notebooks/sage_course/gaps.py", "lab/sage_lab/__init__.py"]
-SHARED.append("lab/sage_lab/command_line.py")
+SHARED += [f"lab/sage_lab/{name}.py" for name in ("command_line", "files")]
 SHARED += [f"lab/sage_lab/capstones/{name}.py" for name in ("__init__", "observe", "trials")]
 PINNED = ("torch", "triton", "numpy")  # what grading needs, under constraints.txt
 PRIVATE = ("master.py", "task.py", "hidden_seeds.json", "weights.json")
@@ -118,7 +118,7 @@ def grade_submission(submission: Path, destination: Path) -> int:
             return 1
         results = [grade_folder(submission, name, seeds, sandbox, alone=len(names) == 1) for name in names]
     try:
-        write(destination, json.dumps(results_json(results, weights), indent=1), mode=0o600)
+        write_private(destination, json.dumps(results_json(results, weights), indent=1))
     except ValueError as problem:
         error = problem
     print(*map(table, results), *(x.error for x in results if x.error), sep="\n")
@@ -132,9 +132,7 @@ def read_weights(path: Path, names: list[str]) -> dict[str, float]:
     expected = f"{path}: expected a JSON object with a number above 0 for each of {', '.join(names)}"
     try:
         weights = json.loads(read_file(path))
-    except OSError as error:
-        raise ValueError(f"{expected}, got an error: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{expected}, got an error: {error}") from error
     worth = weights.values() if isinstance(weights, dict) else ()
     if set(names) != set(weights if worth else ()) or not all(type(x) in (int, float) and 0 < x < 1e6 for x in worth):
@@ -167,9 +165,9 @@ def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
         "exercises/weights.json": json.dumps({name: x.points for name, x in exercises.items()}, indent=1).encode(),
         "exercises/hidden_seeds.json": json.dumps(seeds or NO_HIDDEN).encode(),
     }
-    write(folder / "hidden_seeds.json", json.dumps(seeds or NO_HIDDEN) + "\n", mode=0o600)
-    write(folder / "autograder.zip", _zipped(autograder), mode=0o600)
-    write(folder / "student.zip", _zipped(student))
+    write_private(folder / "hidden_seeds.json", json.dumps(seeds or NO_HIDDEN) + "\n")
+    write_private(folder / "autograder.zip", _zipped(autograder))
+    write_file(folder / "student.zip", _zipped(student))
     return [folder / name for name in ("hidden_seeds.json", "autograder.zip", "student.zip")]
 
 

@@ -9,6 +9,8 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+from sage_lab.files import replaced
+
 from exercises import ROOT
 
 VISIBLE_SEED = 0
@@ -85,6 +87,13 @@ def unpack(archive: Path, folder: Path) -> None:
                 continue  # a name that no file can have, a password, a broken part
 
 
+def write_private(path: Path, content: str | bytes) -> None:
+    """Write a file that nobody else can read, in one step."""
+    with replaced(path) as temporary:
+        temporary.touch(mode=0o600)
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
 def seeds_of_grading(seed: int | None = None) -> list[Any]:
     """Return the visible seed, then hidden ones: of `seed`, of hidden_seeds.json if it is there, or fresh ones."""
     recorded = ROOT / "hidden_seeds.json"
@@ -97,9 +106,7 @@ def read_seeds(path: Path) -> list[str]:
     """Return the hidden seeds of a file. ValueError if it holds anything else, since nothing would be hidden then."""
     try:
         seeds = json.loads(read_file(path))
-    except OSError as error:
-        raise ValueError(f"{path}: expected a JSON list of hidden seeds, got an error: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: expected a JSON list of hidden seeds, got an error: {error}") from error
     if seeds == NO_HIDDEN:
         return []

@@ -135,8 +135,8 @@ def bubblewrap(disk: int) -> list[str]:
 class Sandbox:
     """Where the files of one student run, one at a time. Its server starts when it is needed. A context manager."""
 
-    def __init__(self, limits: Limits = DEFAULT_LIMITS, walls: bool | None = None):
-        self.limits, self.walls = limits, have_walls() if walls is None else walls
+    def __init__(self, limits: Limits = DEFAULT_LIMITS):
+        self.limits, self.walls = limits, have_walls()
         self.folder = None if self.walls else tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.server = None
 
@@ -156,7 +156,7 @@ class Sandbox:
         self.control, theirs = socket.socketpair()
         temporary = "/tmp" if self.walls else self.folder.name
         environment = ENVIRONMENT | {"PATH": os.environ.get("PATH", os.defpath)}
-        environment |= dict.fromkeys(("HOME", "TMPDIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), temporary)
+        environment |= dict.fromkeys(("HOME", "TMPDIR"), temporary)
         if torch.cuda.is_available():
             environment |= {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ}
         else:

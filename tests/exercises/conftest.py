@@ -35,7 +35,7 @@ class Small(Exercise):
 
         task.test("the test", **facts)(drawn)
         self.name, self.stub, self.master, self.triton, self.capstone = "00_small", "", master, triton, ""
-        self.tests, self.mistakes, self.given = tuple(task.tests), mistakes, {}
+        self.tests, self.mistakes = tuple(task.tests), mistakes
 
 
 @pytest.fixture

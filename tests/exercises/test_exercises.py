@@ -18,8 +18,7 @@ from exercises.worker import load
 @pytest.mark.parametrize("name", exercise_names())
 def test_exercise_is_sound(sandbox, name):
     """The master passes, the stub earns nothing and says so, each mistake meets the hint meant for it."""
-    report = checking.check_exercise(name, sandbox, all_mistakes=False)
-    assert report["problems"] == []
+    assert checking.check_exercise(name, sandbox, all_mistakes=False) == []
 
 
 @pytest.mark.parametrize("name", exercise_names())
@@ -166,7 +165,7 @@ return 2 * x, x -> The docstring says which shapes and dtypes are expected. (exp
 return 2 * x.double() -> The docstring says which shapes and dtypes
 return (2 * x)[:1] -> The docstring says which shapes and dtypes
 return x * float('nan') -> THE HINT (
-return x.mul_(2) -> f overwrites x, which its caller still needs. Work on a copy.
+return x.mul_(2) -> It overwrites an argument, which its caller still needs. Work on a copy.
 (x / 0).to(torch.int8); return 2 * x -> NaN, infinity or too large a number became an integer
 torch.as_tensor(x / 0, dtype=torch.int8); return 2 * x -> NaN, infinity or too large a number
 (1e9 * x).nan_to_num().to(torch.int8); return 2 * x -> NaN, infinity or too large a number
@@ -203,13 +202,11 @@ def chain(small):
 @pytest.mark.parametrize(
     ("helper", "f", "statuses", "feedback"),
     [
-        ("x + 1", "10 * helper(x)", "ppp", ["", "", ""]),
         ("x - 1", "10 * helper(x)", "fpp", ["Plus, not minus.", "as a mistake above", "as a mistake above"]),
-        ("x - 1", "9 * helper(x)", "ffp", ["Plus, not minus.", "Ten times.", "as a mistake above"]),
+        ("x - 1", "9 * helper(x)", "fff", ["Plus, not minus.", "Ten times. (with a correct helper", ""]),
         ("x + 1", "9 * helper(x)", "pfp", ["", "Ten times.", "as a mistake above"]),
         ("x - 7", "10 * helper(x)", "fpp", ["THE HINT", "(with a correct helper in", "(with a correct helper in"]),
         ("x - 7", "3 * helper(x)", "fff", ["THE HINT", "THE HINT", "THE HINT"]),
-        ("x - 7", "9 * helper(x)", "fff", ["THE HINT", "Ten times. (with a correct helper", ""]),
     ],
 )
 def test_a_mistake_costs_its_points_once(graded, helper, f, statuses, feedback):
@@ -236,7 +233,6 @@ def test_float_attention_reaches_no_milestone_of_a_capstone_about_int8(name, fou
     results = [judge.judge(test, 0, map(exact, exercise.calls(test, 0))) for test in exercise.tests]
     assert [result.status for result in results] == ["failed"] * len(exercise.tests)
     assert found in results[0].feedback
-    assert sum("0.4 steps" in result.hint for result in results) >= len(results) - 1 or found == "NaN"
 
 
 def test_error_of_the_master_is_not_the_students(graded):
@@ -251,12 +247,6 @@ def test_error_of_the_master_is_not_the_students(graded):
 def test_a_server_that_can_not_start_is_nobodys_fault(graded):
     with Sandbox(Limits(file="many")) as broken, pytest.raises(SandboxError, match="TypeError"):
         graded("def f(x): return x", sandbox=broken)
-
-
-def test_exercise_that_needs_triton_is_skipped_without(graded, monkeypatch):
-    monkeypatch.setattr(grading.importlib.util, "find_spec", lambda name: None)
-    result = graded("def f(x): return x", graded.small(triton=True))
-    assert (result.tests[0].status, result.max_score) == ("skipped", 0)
 
 
 KERNEL = """import torch, triton, triton.language as tl
@@ -275,7 +265,7 @@ y.fill_(2 * x.max()) -> No Triton kernel was launched
 kernel[(1,)](x, y, N=4, M=8) -> Something was written outside of an output
 kernel[(1,)](x, y, N=8, M=4) -> THE HINT
 kernel[(1,)](x, y, N=4, M=2) -> THE HINT
-kernel[(1,)](y, x, N=4, M=4) -> f overwrites x
+kernel[(1,)](y, x, N=4, M=4) -> It overwrites an argument
 kernel[(1,)](x, y, N='four', M=4) -> f raised an error: line 4:
 """  # N=8: what stands behind x is infinite
 

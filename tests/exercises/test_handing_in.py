@@ -153,7 +153,7 @@ def run_module(folder, *arguments, path=PATHS, prefix=(), **surroundings):
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", errors="replace")
 
 
-LITTLE = {"__init__.py", "command_line.py"}
+LITTLE = {"__init__.py", "command_line.py", "files.py"}
 
 
 def test_stubs_are_made_once_in_any_surroundings(tmp_path):
@@ -205,14 +205,14 @@ def test_a_submissions_modules_are_not_the_graders_and_hints_survive_oo(tmp_path
     for name in ("json", "argparse", "re", "pathlib", "torch", "sage_course", "signal"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('IMPORTED')")
     zeros = "def quantize_block(x, block_size): return (0 * x).char(), x.new_ones(-(-len(x) // block_size), 1)\n"
-    (tmp_path / "exercise.py").write_text(zeros)
+    (tmp_path / "exercise.py").write_text(f"print('hello')\n{zeros}")
     surroundings = {"PYTHONOPTIMIZE": "2", "PATH": str(tmp_path)}  # without bubblewrap, too
     done = run_module(tmp_path, "exercises", "grade", "01", "--submission", ".", **surroundings)
     assert done.returncode == 0, done.stderr
     assert "IMPORTED" not in done.stderr
     assert done.stdout.startswith(f"{FIRST}: 1 of 8 points")
     assert "is the scale max|X| / 127, of this block alone?" in done.stdout
-    assert done.stdout.endswith(f"\n{isolation.OPEN}\n")
+    assert done.stdout.endswith(f"  what it printed:\n    hello\n{isolation.OPEN}\n")
 
 
 def depth(process):
@@ -224,27 +224,20 @@ def depth(process):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-@pytest.mark.parametrize(
-    ("number", "status", "runs"),
-    [(signal.SIGINT, 130, False), (signal.SIGTERM, 143, True)],
-)
-def test_signals_end_a_grading_and_leave_nothing(tmp_path, number, status, runs):
-    """While torch is imported, and while the submission runs."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_a_grading_and_leave_nothing(tmp_path, number):
     (tmp_path / "exercise.py").write_text("import time\ntime.sleep(99)\n")
     process = subprocess.Popen(
         [sys.executable, "-m", "exercises", "grade", "01", "--submission", str(tmp_path)],
         cwd=ROOT.parent, env=os.environ | {"PYTHONPATH": PATHS}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
-    deep = (2 + isolation.have_walls()) * runs  # bubblewrap, the server, the submission
-    end = time.monotonic() + 120
-    time.sleep(1)
+    deep, end = 2 + isolation.have_walls(), time.monotonic() + 120  # bubblewrap, the server, the submission
     while depth(process.pid) < deep and process.poll() is None and time.monotonic() < end:
         time.sleep(0.2)
     process.send_signal(number)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode in (status, -number), errors.decode()
-    assert b"Traceback" not in errors or process.returncode == -number
+    assert process.returncode == 128 + number, errors.decode()
     time.sleep(0.5)
     assert os.listdir(tempfile.gettempdir()) == []
 
@@ -267,9 +260,6 @@ def test_zips_hold_what_they_should_and_are_the_same_each_time(packages, tmp_pat
         assert (tmp_path / f"{name}.zip").read_bytes() == (packages / f"{name}.zip").read_bytes()
         with zipfile.ZipFile(packages / f"{name}.zip") as archive:
             modes[name] = {entry.filename: stat.S_IMODE(entry.external_attr >> 16) for entry in archive.infolist()}
-    for name in (FIRST, TRITON):
-        assert {f"exercises/{name}/{x}" for x in ("exercise.py", "README.md", "master.z")} <= modes["student"].keys()
-        assert {f"exercises/{name}/{x}" for x in ("master.py", "task.py")} <= modes["autograder"].keys()
     secret = re.compile(r"hidden|gradescope|sage_ref|bench|master\.py|mistakes|checking|classes|0\d_\w+/task.py")
     assert not list(filter(secret.search, modes["student"]))
     for path in modes["student"]:
@@ -364,18 +354,9 @@ def test_results_have_the_form_of_gradescopes_specification():
     """11 points shared by 8 are rounded, and add up. What can't be graded here has no score."""
     tests = [answers.TestResult("a", 3, "passed"), answers.TestResult("b", 5, "failed", "a hint")]
     content = gradescope.results_json([grading.ExerciseResult(FIRST, tests, seconds=1.5)], {FIRST: 11})
-    shared = {"visibility": "visible"}
-    assert content == shared | {
-        "execution_time": 2,  # a fraction could say something of inputs
-        **dict.fromkeys(("output_format", "test_output_format", "test_name_format"), "text"),
-        "stdout_visibility": "hidden",
-        "tests": [
-            {"name": f"{FIRST}: a", "number": "1.1", "score": 4.12, "max_score": 4.12, "status": "passed", "output": ""}
-            | shared,
-            {"name": f"{FIRST}: b", "number": "1.2", "score": 0, "max_score": 6.88, "status": "failed"}
-            | {"output": "a hint"} | shared,
-        ],
-    }  # fmt: skip
+    assert (content["execution_time"], content["stdout_visibility"]) == (2, "hidden")
+    found = [(x["name"], x["number"], x["score"], x["max_score"], x["status"]) for x in content["tests"]]
+    assert found == [(f"{FIRST}: a", "1.1", 4.12, 4.12, "passed"), (f"{FIRST}: b", "1.2", 0, 6.88, "failed")]
     skipped = grading.ExerciseResult(FIRST, [answers.TestResult("a kernel", 1, "skipped")])
     with pytest.raises(ValueError, match="work here"):
         gradescope.results_json([skipped], {FIRST: 12})
@@ -396,15 +377,3 @@ def test_a_crash_is_tried_again_and_a_second_one_costs_its_exercise(tmp_path):
             result = grading.grade_folder(tmp_path, FIRST, [0], sandbox, alone=True)
             assert result.score == score
     assert "no memory for a process" in result.error
-
-
-def test_grade_command(tmp_path, capsys):
-    (tmp_path / "exercise.py").write_text(f"print('hello')\n{stubs.read_master(FIRST)}")
-    written = tmp_path / "result.json"
-    assert command_line.main(["grade", "01", "--submission", str(tmp_path), "--json", str(written), "--seed", "7"]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith(f"{FIRST}: 8 of 8 points, ")
-    assert "what it printed:\n    hello" in shown
-    assert (isolation.OPEN in shown) is not isolation.have_walls()
-    (result,) = json.loads(written.read_text())
-    assert (result["exercise"], result["score"], result["max_score"]) == (FIRST, 8, 8)

@@ -199,13 +199,13 @@ UNREADABLE = """
 {"value": 0, "tensors": [["float32", [-1, -1]]]}
 {"value": 0, "tensors": [["float8_e4m3fn", [1]]]}
 {"value": {"tensor": 5}, "tensors": [["uint8", [4]]]}
-{"value": 0, "tensors": [["uint8", [4, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]]}
+{"value": 0, "tensors": [["uint8", [4.0]]]}
+{"value": 0, "tensors": [["uint8", [8]], ["uint8", [-4]]]}
 {"value": 0, "tensors": [["uint8", [4]], ["uint8", [0, 9223372036854775808]]]}
 """
-MANY = json.dumps({"value": 0, "tensors": [["uint8", [0]]] * 3000})
 
 
-@pytest.mark.parametrize("text", [*UNREADABLE.strip().splitlines(), "\xff", "[" * 10**5, "9" * 10**4, MANY])
+@pytest.mark.parametrize("text", [*UNREADABLE.strip().splitlines(), "\xff", "[" * 10**5, "9" * 10**4])
 def test_unreadable_messages(text):
     with pytest.raises(wire.WireError, match="can't be read"):
         wire.read(io.BytesIO(framed(text.encode("latin-1"), b"four")))
