@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from exercises import ROOT
 from exercises.handing_in import VISIBLE_SEED
-from exercises.isolation import Failure, Outcome, SandboxError
+from exercises.isolation import IMPORTING, Failure, Outcome, SandboxError
 from exercises.perform import perform
 from exercises.stubs import stub_of
 from exercises.task import NO_LAUNCH, Call, Draw, Test, agreement
@@ -310,7 +310,8 @@ def with_correct_functions(
     exercise: Exercise, source: bytes, seeds: Sequence[Any], answers: Callable, results: list[TestResult]
 ) -> list[TestResult]:
     """Grade tests again whose function uses others that are wrong, with correct ones in their place."""
-    failing = {test: result for test, result in zip(exercise.tests, results, strict=True) if result.status == "failed"}
+    pairs = zip(exercise.tests, results, strict=True)
+    failing = {test: result for test, result in pairs if result.status == "failed" and IMPORTING not in result.hint}
     functions = {test: {call.function for call in exercise.calls(test, VISIBLE_SEED)} for test in failing}
     wrong = set().union(*functions.values())
     for test, before in failing.items():

@@ -47,6 +47,7 @@ PERFORMED |= dict.fromkeys(("undefined", "launched", "spoiled"), bool)
 OBSERVED = {"result": object} | dict.fromkeys(("launched", "undefined"), bool)
 OBSERVED |= dict.fromkeys(("outside", "given", "jump"), str) | dict.fromkeys(("changed", "copied", "dots"), tuple)
 KINDS = {"unwritten": "not written yet", "unusable": "returned something that can't be used"}  # of errors; else raised
+IMPORTING = "was not called: importing exercise.py"
 Outcome = dict[str, Any]
 
 
@@ -237,7 +238,9 @@ class Sandbox:
             printed.seek(max(0, printed.seek(0, os.SEEK_END) - PRINTED_LIMIT))
             lines = printed.read(PRINTED_LIMIT).decode(errors="replace").splitlines()
         text = "\n".join(map(wire.printable, lines))
-        return ([imported] * len(calls) if isinstance(imported, Failure) else outcomes), text
+        if isinstance(imported, Failure):
+            outcomes = [Failure(f"{IMPORTING} {imported.shown}", f"{IMPORTING} {imported.said}")] * len(calls)
+        return outcomes, text
 
     def process(self, files: Sequence[BinaryIO], seconds: float) -> int | None:
         """Let the server fork a process, and return its exit status once all that it started has ended.
@@ -280,7 +283,6 @@ def received(stream: BinaryIO, calls: Sequence[Call], ended: str) -> list[Outcom
         try:
             outcomes.append(outcome_of(wire.read(stream), fields))
         except EOFError:
-            ended = ended if outcomes else f"was not called: importing exercise.py {ended}"
             return [*outcomes, Failure(ended, ended)]
         except wire.WireError as error:
             return [*outcomes, unusable(str(error))]

@@ -344,6 +344,9 @@ NOTHING = None, (), {}, "", "None", "ValueError: no", {"raised": None}, (None,),
 @pytest.mark.parametrize("agree", ["entries", "int8", "roundings", "form", 1e-3])
 def test_nothing_an_error_or_what_is_missing_is_never_right(agree):
     """Whatever is expected, as a result, as a kernel's output or as a gradient, in each way to compare."""
+    exercise = Exercise("01_block_quantizer")
+    with pytest.raises(SandboxError, match="expected 1 outcomes, got 0"):
+        Judge(exercise).judge(exercise.tests[0], 0, [])
     test = tasks.Test("t", None, "hint", agree=agree)
     for value in EXPECTED:
         for expected in ({"result": value}, {"outputs": (value,)}, {"result": ONE, "gradients": (value,)}):
