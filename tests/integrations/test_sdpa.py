@@ -384,7 +384,7 @@ def test_compiled_from_outside_and_inside_without_a_graph_break():
 def test_multi_head_attention_stays_exact_under_compile_and_that_is_said():
     torch._dynamo.reset()
     layer, x = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True), torch.randn(2, 40, 32)
-    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     with sdpa(**REFERENCE), pytest.warns(UserWarning, match=r"model: expected no torch\.nn\.MultiheadAttention"):
         found = compiled(x)
     torch.testing.assert_close(found, layer(x), rtol=0, atol=1e-6)

@@ -50,16 +50,6 @@ def test_the_other_ways_install_the_same_projects():
     assert [f".venv/bin/{line}" for line in lint] == entries
 
 
-def test_the_citation_says_what_pyproject_says():
-    citation = read("CITATION.cff")
-    assert (str(citation["version"]), citation["license"]) == (PROJECT["version"], PROJECT["license"])
-    assert citation["abstract"] == PROJECT["description"]
-    assert citation["title"].startswith(PROJECT["name"])
-    papers = re.findall(r"\b2\d{3}\.\d{5}\b", citation["message"])
-    assert len(papers) == 4
-    assert all(paper in (REPOSITORY / "README.md").read_text() for paper in papers)
-
-
 def test_the_public_address_is_typed_in_pyproject_alone():
     """A second copy would stay behind when the project moves; README.md and the notebooks get theirs by a program."""
     address = PROJECT["urls"]["Repository"].removeprefix("https://")

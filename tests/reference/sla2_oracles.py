@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-LENGTHS = [(1, 1), (3, 3), (16, 1), (1, 16), (33, 50), (50, 33), (64, 64)]  # Nq, Nk
+LENGTHS = [(1, 1), (16, 1), (33, 50), (64, 64)]  # Nq, Nk
 
 
 def drawn(*shape, seed=0, dtype=torch.float64):

@@ -50,15 +50,9 @@ def mask_and_alpha(query, key, block_q=16, block_kv=8):
 
 def test_every_option_reaches_the_computation(inputs):
     tensors = inputs(100, 100, 16)
-    options = {"is_causal": True, "scale": 0.4, "smooth_k": False, "smooth_q": True, "granularity": "block"}
-    options["unbiased"] = True
-    results = [with_gradients(*tensors, **dict([option]))[1] for option in (("smooth_k", True), *options.items())]
-    for i, one in enumerate(results):
-        assert not any(torch.equal(one, other) for other in results[:i])
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    del options["unbiased"]
-    settings = SageBwdSettings(**options, p_rounding="ordered", smooth_v=True)
-    output, _ = SageBwdFunction.apply(*leaves, settings)
+    options = {"is_causal": True, "scale": 0.4, "smooth_k": False, "smooth_q": True, "granularity": "block"}
+    output, _ = SageBwdFunction.apply(*leaves, SageBwdSettings(**options, p_rounding="ordered", smooth_v=True))
     expected = output, *torch.autograd.grad(output, leaves, tensors[3])
     for x, y in zip(with_gradients(*tensors, **options, unbiased=True), expected, strict=True):
         assert torch.equal(x, y)
@@ -74,7 +68,7 @@ def test_inputs_are_neither_changed_nor_needed_contiguous(inputs):
     assert all(torch.equal(x, before) for x, before in zip(strided, inputs(70, 90, 16), strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_autocast_casts_as_sdpa_does_and_not_inside(inputs, dtype):
     """Queries and keys in float32 (a norm's output) beside values in bfloat16 (a matmul's), backward inside or out."""
     q, k, v, do = inputs(33, 40, 16, dtype=dtype)
@@ -106,25 +100,24 @@ def test_autocast_leaves_float64_alone_and_no_grad_records_nothing(inputs):
 # What it refuses; test_fuzz.py has the rest
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(3, 2), (2, 3), (4, 2)])
-def test_heads_are_as_many_or_divide_with_gqa(heads, kv_heads):
-    q, kv = torch.ones(1, heads, 4, 8), [torch.ones(1, kv_heads, 5, 8)] * 2
-    with pytest.raises(ValueError, match=rf"^key: expected {heads} heads .*enable_gqa=True\), got {kv_heads}$"):
-        reference(q, *kv)
-    for call in (partial(reference, enable_gqa=True), partial(sparse_linear, block_mask=MASK, alpha=0.5)):
-        if heads % kv_heads == 0:
-            assert call(q, *kv).shape == q.shape
-        else:
-            with pytest.raises(ValueError, match=f"^key: .* that divides query's {heads}, got {kv_heads}$"):
-                call(q, *kv)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "options", "message"),
+    [
+        (4, 2, {}, r"expected 4 heads .*enable_gqa=True\), got 2"),
+        (3, 2, {"enable_gqa": True}, "expected a number of heads that divides query's 3, got 2"),
+    ],
+)
+def test_heads_are_as_many_or_divide_with_gqa(heads, kv_heads, options, message):
+    q, kv = torch.ones(1, heads, 4, 8), torch.ones(1, kv_heads, 5, 8)
+    with pytest.raises(ValueError, match=f"^key: {message}$"):
+        reference(q, kv, kv, **options)
 
 
 # What NaN and infinity do: three blocks of queries and of keys, the last ones partial; head 1 of 2 holds the bad value
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("smooth_k", [False, True])
-@pytest.mark.parametrize(("token", "bad"), [(0, math.nan), (140, math.inf), (299, -math.inf)])
+@pytest.mark.parametrize(("smooth_k", "is_causal"), [(True, True), (False, True), (False, False)])
+@pytest.mark.parametrize(("token", "bad"), [(140, math.nan), (299, -math.inf)])
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_nan_goes_where_the_docstring_says_and_nowhere_else(inputs, name, token, smooth_k, is_causal, bad):
     q, k, v, do = inputs(300, 300, 16, dtype=torch.float32)
@@ -159,8 +152,9 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("missing", ["triton", "sage_kernels"])
+@pytest.mark.parametrize(
+    ("call", "missing"), [*zip(CALLS.values(), ("triton", "sage_kernels", "triton"), strict=True)], ids=CALLS
+)
 def test_without_a_package_auto_says_once_that_the_reference_runs(inputs, monkeypatch, call, missing):
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda found: None if found == missing else found)
@@ -171,7 +165,7 @@ def test_without_a_package_auto_says_once_that_the_reference_runs(inputs, monkey
     why = f"the package {missing} is not installed"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        outputs = [call(q, k, v) for _ in range(3)]
+        outputs = [call(q, k, v) for _ in range(2)]
     assert [str(w.message) for w in caught] == [f"sage_ref: backend='auto' uses the reference, because {why}."]
     assert caught[0].filename == (torch.nn.modules.module.__file__ if call is CALLS["SLA2"] else __file__)
     assert all(torch.equal(output, call(q, k, v, backend="reference")) for output in outputs)
@@ -206,8 +200,8 @@ def test_two_threads_take_turns_in_tritons_interpreter(inputs):
     tensors = inputs(40, 40, 32, dtype=torch.float16)[:3]
     attention = partial(sagebwd_attention, *tensors, backend="triton")
     expected = attention()
-    with ThreadPoolExecutor(3) as threads:
-        found = [threads.submit(attention) for _ in range(6)]
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(attention) for _ in range(3)]
     assert all(torch.equal(x.result(), expected) for x in found)
 
 
@@ -216,20 +210,11 @@ def test_two_threads_take_turns_in_tritons_interpreter(inputs):
 
 def test_every_option_of_sparse_linear_attention_reaches_the_computation(inputs):
     q, k, v, _ = inputs(40, 60, 16)
-    mask = torch.tensor([True, False, True, True, False, False, True, False]).expand(1, 2, 3, 8)
-    alpha = torch.tensor([0.3, 0.6, 0.8]).expand(1, 2, 3)
-    results = [sparse_linear(q, k, v, mask, alpha, **options) for options in ({}, {"scale": 0.4}, {"quantize": True})]
-    results += [
-        sparse_linear(q, k, v, mask, 0.5),
-        sparse_linear(q, k, v, ~mask, alpha),
-        sparse_linear(q, k, v, mask[:, :, :1], alpha[..., :1], block_q=64),
-        sparse_linear(q, k, v, mask[..., :1], alpha, block_kv=64),
-    ]
-    for i, one in enumerate(results):
-        assert not any(torch.equal(one, other) for other in results[:i])
-    settings = BlockSettings(16, 8, scale=0.4, quantize=True)
+    mask, alpha = mask_and_alpha(q, k, 8, 16)
+    settings = BlockSettings(8, 16, scale=0.4, quantize=True)
     expected, *_ = SparseLinearFunction.apply(q, k, v, mask, alpha, settings)
-    assert torch.equal(sparse_linear(q, k, v, mask, alpha, scale=0.4, quantize=True), expected)
+    options = {"block_q": 8, "block_kv": 16, "scale": 0.4, "quantize": True}
+    assert torch.equal(sparse_linear(q, k, v, mask, alpha, **options), expected)
 
 
 def test_masks_and_alphas_broadcast_and_their_gradients_are_summed(inputs):
@@ -237,11 +222,9 @@ def test_masks_and_alphas_broadcast_and_their_gradients_are_summed(inputs):
     mask, alpha = mask_and_alpha(q, k)
     full = sparse_linear(q, k, v, mask[:1, :, :1].expand(2, 2, 3, 8), alpha[1:, :, :1].expand(2, 2, 3))
     assert torch.equal(sparse_linear(q, k, v, mask[:1, :, :1], alpha[1:, :, :1]), full)
-    assert torch.equal(sparse_linear(q, k, v, mask[0, :, :1], alpha[1, :, :1]), full)
     q_16, k_16, v_16 = (x.half() for x in (q, k, v))  # where 0.3 is not rounded to float16 on the way
     of_number, of_tensor = (sparse_linear(q_16, k_16, v_16, mask, x) for x in (0.3, torch.tensor(0.3)))
     assert torch.equal(of_number, of_tensor)
-    assert torch.equal(sparse_linear(q, k, v, mask, 1), sparse_linear(q, k, v, mask, torch.ones(())))
     leaf = alpha.double().requires_grad_()
     (each,) = torch.autograd.grad(sparse_linear(q, k, v, mask, leaf), leaf, do)
     shared = torch.full((2, 1), 0.4, dtype=torch.float64, requires_grad=True)

@@ -53,8 +53,7 @@ OPTIONS = [{}, {"is_causal": True, "smooth_k": False}, {"smooth_q": True, "granu
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize(("with_norm", "kv_heads"), [(False, 4), (True, 1)])
 def test_it_is_the_norm_and_the_rotation_before_the_attention(inputs, with_norm, kv_heads, options):
     """In float64, which nothing rounds: O, dQ, dK, dV and the gradients of the gains."""
     *tensors, grad_output = inputs(30, TOKENS, 16, heads=4, kv_heads=kv_heads)
@@ -76,7 +75,7 @@ def test_it_is_its_equations(inputs):
         assert_close(found, torch.cat((z.real, z.imag), -1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_in_16_bit_nothing_is_rounded_between_the_norm_and_the_scales(inputs, dtype):
     """O is that of the composition in float32, rounded once. In 16 bit the composition rounds z too, and is far off.
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sla2_oracles import drawn, drawn_qkv
 from torch import nn
 from torch.testing import assert_close
@@ -17,53 +15,22 @@ def gradient_of(x, count, temperature, grad_soft):
     return gradient
 
 
-@given(
-    row=st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=40),
-    temperature=st.sampled_from([1e-4, 0.1, 1.0, 1e4]),
-    data=st.data(),
-)
-def test_rows_sum_to_count_and_keep_their_order(row, temperature, data):
-    """Scores apart by up to 2e8 temperatures, equal, or nearly so."""
-    count = data.draw(st.integers(1, len(row)))
-    x = torch.tensor(row, dtype=torch.float64)
-    soft = soft_top_k(x, count, temperature)
-    assert soft.sum().item() == pytest.approx(count, abs=1e-6)
-    assert ((soft >= 0) & (soft <= 1)).all()
-    # Up to float64's last digits: torch computes the tail of a row with other instructions than its vectors.
-    in_order = soft[x.argsort()]
-    assert (in_order.diff() >= -1e-15).all()
-    assert all(soft[x == value].max() - soft[x == value].min() <= 1e-15 for value in x)
-
-
-@pytest.mark.parametrize("key_blocks", [2, 7, 512, 1182])
-@pytest.mark.parametrize("temperature", [0.03, 0.1, 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_it_is_a_sigmoid_with_one_shift_per_row(key_blocks, temperature, dtype):
-    """P_c of the paper's sizes. In float32 too the sum is right to 1e-6: each number is rounded by at most 6e-8."""
-    p_c = (drawn(2, 3, key_blocks) * 3).softmax(-1).to(dtype)
-    count = max(1, round(0.03 * key_blocks))
-    soft = soft_top_k(p_c, count, temperature)
-    assert soft.dtype == dtype
-    assert_close(soft.double().sum(-1), torch.full((2, 3), float(count)).double(), atol=1e-6, rtol=0)
-    shift = soft.double().logit() - p_c.double() / temperature
-    one_shift = shift.gather(-1, (soft - 0.5).abs().argmin(-1, keepdim=True))  # where it is known best
-    atol = 1e-6 if dtype == torch.float32 else 1e-12
-    assert_close(soft.double(), torch.sigmoid(p_c.double() / temperature + one_shift), atol=atol, rtol=0)
-
-
-@pytest.mark.parametrize("size", [1e-3, 1.0, 30.0, 1e6])
-@pytest.mark.parametrize(("key_blocks", "count"), [(2, 1), (9, 1), (9, 8), (256, 8), (256, 250), (4096, 123)])
-def test_the_shift_is_exact_up_to_rounding(key_blocks, count, size):
-    """Scores from a bell curve, from its cube, and in two groups far apart, one of which the count divides."""
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e6])
+@pytest.mark.parametrize(("key_blocks", "count"), [(2, 1), (9, 8), (256, 8), (4096, 123)])
+def test_it_is_a_sigmoid_with_one_shift_per_row_whose_sum_is_exact_up_to_rounding(key_blocks, count, size):
+    """Scores from a bell curve, from its cube, in two groups of which the count divides one, and in steps."""
     bell = drawn(20, key_blocks)
     groups = bell / size + (torch.arange(key_blocks) < (count + 1) // 2).double()
-    x = torch.cat([bell, bell**3, groups]) * size
-    soft = soft_top_k(x, count, 1.0)
-    assert_close(soft.sum(-1), torch.full((60,), float(count)).double(), atol=2e-14 * key_blocks, rtol=0)
+    x = torch.cat([bell, bell**3, groups, bell.round()]) * size
+    soft = soft_top_k(x, count, 0.1)
+    assert_close(soft.sum(-1), torch.full((80,), float(count)).double(), atol=2e-14 * key_blocks, rtol=0)
+    shift = (soft.logit() - x / 0.1).gather(-1, (soft - 0.5).abs().argmin(-1, keepdim=True))  # where it is known best
+    known = ((soft - 0.5).abs().amin(-1) < 0.49) & (x.abs().amax(-1) < 1e3)
+    assert known.any() or size == 1e6
+    assert_close(soft[known], torch.sigmoid(x / 0.1 + shift)[known], atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("temperature", [0.05, 0.1, 2.0])
+@pytest.mark.parametrize(("count", "temperature"), [(1, 0.05), (2, 0.1), (4, 2.0)])
 def test_the_gradient_passes_gradcheck_and_keeps_the_rows_sum(count, temperature):
     """(w dx - w (w . dx) / sum(w)) / tau with w = s (1 - s)."""
     x, grad_soft = (drawn(3, 5) * 0.3).requires_grad_(), drawn(3, 5, seed=2)
@@ -74,11 +41,12 @@ def test_the_gradient_passes_gradcheck_and_keeps_the_rows_sum(count, temperature
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("size", [1e-30, 1, 1e3, 1e6])
+@pytest.mark.parametrize("size", [1e-30, 1e6])
 def test_extreme_scores_give_finite_gradients(dtype, size):
     """Also where every number of a row is 0 or 1, and w is zero throughout."""
     x = torch.linspace(-1, 1, 10, dtype=dtype).mul(size).expand(2, 10)
     soft = soft_top_k(x, 3)
+    assert soft.dtype == dtype
     assert_close(soft.double().sum(-1), torch.full((2,), 3.0).double(), atol=1e-6, rtol=0)
     gradient = gradient_of(x, 3, 0.1, drawn(2, 10, dtype=dtype))
     assert gradient.isfinite().all()
@@ -126,7 +94,7 @@ def hooked(layer):
     return layer
 
 
-@pytest.mark.parametrize(("change", "stage"), [(Adapted, 1), (Adapted, 2), (hooked, 1), (hooked, 2), (Packed, 2)])
+@pytest.mark.parametrize(("change", "stage"), [(Adapted, 1), (hooked, 2), (Packed, 2)])
 def test_the_router_multiplies_by_what_its_layers_compute_when_they_are_called(change, stage):
     q, k, v = drawn_qkv(40, 80)
     plain, expected, model = (SLA2(8, 2, sparsity=0.6, block_q=16, block_kv=8, backend="reference") for _ in "abc")

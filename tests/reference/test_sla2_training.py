@@ -45,8 +45,9 @@ def group(tmp_path):
 
 
 @pytest.mark.usefixtures("group")
-def test_no_public_call_makes_a_tensor_of_queries_by_keys(largest_tensor):
-    n = 3072
+def test_no_public_call_makes_a_tensor_of_queries_by_keys(largest_tensor, monkeypatch):
+    n = 768
+    monkeypatch.setattr(blocks, "PART_SCORES", 1 << 18)
     q, k, v = (drawn(1, 1, n, 16, seed=i, dtype=torch.float32).requires_grad_() for i in range(3))
     for name, call in calls(q, k, v):
         with largest_tensor() as largest:
@@ -54,7 +55,7 @@ def test_no_public_call_makes_a_tensor_of_queries_by_keys(largest_tensor):
         assert 0 < largest.numbers <= blocks.PART_SCORES < n * n / 2, name
 
 
-@pytest.mark.parametrize("parts", [1, 2, 100])
+@pytest.mark.parametrize("parts", [2, 100])
 @pytest.mark.parametrize("kind", ["16 bit", *BACKWARDS, "weights"])
 def test_parts_give_the_numbers_of_the_whole(monkeypatch, parts, kind):
     q, k, v = drawn_qkv(100, 90)
@@ -84,7 +85,7 @@ def scores_up_to(size):
     return q * factor, k * factor, v, drawn(1, 2, 128, 32, seed=3)
 
 
-@pytest.mark.parametrize("size", [5, 80, 300])
+@pytest.mark.parametrize("size", [5, 300])
 def test_rows_of_a_matched_p_sum_to_one(size):
     """With dO = 1 for one query and 0 for the others, dV is that query's row of P."""
     q, k, v, _ = scores_up_to(size)
@@ -93,11 +94,9 @@ def test_rows_of_a_matched_p_sum_to_one(size):
     for backward, worst in (("matched", 1e-3), ("printed", None)):
         settings = BlockSettings(16, 8, quantize=True, backward=backward)
         run = lambda v, s=settings: dispatch(q, k, v, mask, s, torch.ones(1, 2, 8).double(), "reference")  # noqa: E731
-        rows = [
-            gradients_of(run, [v], torch.eye(128)[i, :, None].expand(1, 2, -1, 32).double())[0] for i in (0, 50, 127)
-        ]
+        rows = [gradients_of(run, [v], torch.eye(128)[i, :, None].expand(1, 2, -1, 32).double())[0] for i in (0, 127)]
         error = max((dv.sum(-2) - 1).abs().max().item() for dv in rows)
-        assert error < worst if worst else error > {5: 1e-3, 80: 0.05, 300: 0.5}[size]
+        assert error < worst if worst else error > {5: 1e-3, 300: 0.5}[size]
 
 
 def by_the_module(q, k, v, **options):
@@ -109,11 +108,10 @@ def by_the_function(q, k, v, **options):
     return sparse_linear_attention(q, k, v, mask, 0.9, backend="reference", **options)
 
 
-@pytest.mark.parametrize("size", [80, 300])
 @pytest.mark.parametrize("attention", [by_the_module, by_the_function])
-def test_int8_trains_with_matched_gradients_unless_the_printed_ones_are_asked_for(attention, size):
+def test_int8_trains_with_matched_gradients_unless_the_printed_ones_are_asked_for(attention):
     """At large scores the matched ones are nearer to the exact ones; without INT8 there is one kind."""
-    *qkv, do = scores_up_to(size)
+    *qkv, do = scores_up_to(300)
 
     def gradients(**options):
         return gradients_of(lambda *x: attention(*x, **options), qkv, do)

@@ -15,7 +15,6 @@ from sage_ref.sla2 import (
     Sla2Forward,
     SparseLinearFunction,
     block_count,
-    selected_count,
     sla2_backward,
     sla2_forward,
     soft_sparse_linear_attention,
@@ -27,8 +26,7 @@ from sage_ref.tracing import relative_l2
 
 # Nq, Nk, block_q, block_kv: one block, one token, ragged ends on either side, both or neither
 SHAPES = [
-    (1, 1, 16, 8), (3, 3, 16, 8), (16, 8, 16, 8), (1, 50, 16, 8), (50, 1, 16, 8), (33, 50, 16, 8), (50, 33, 16, 8),
-    (48, 64, 16, 8), (21, 21, 5, 7), (6, 5, 1, 1),
+    (1, 1, 16, 8), (16, 8, 16, 8), (1, 50, 16, 8), (50, 33, 16, 8), (48, 64, 16, 8), (21, 21, 5, 7), (6, 5, 1, 1),
 ]  # fmt: skip
 SMALL = BlockSettings(16, 8)
 INT8 = BlockSettings(16, 8, quantize=True)
@@ -44,14 +42,6 @@ def problem(inputs, n_q, n_k, block_q=16, block_kv=8, head_dim=8, **options):
     if blocks[0] > 2:
         mask[..., 0, :], mask[..., 1, :] = True, False
     return q, k, v, do, mask, drawn_weights(1, q.shape[1], blocks[0], seed=1)
-
-
-def block_masks(kind, heads, n_q, n_k, block_q, block_kv):
-    """[1, H, Tm, Tn], equally many blocks in every row, drawn."""
-    shape = 1, heads, block_count(n_q, block_q), block_count(n_k, block_kv)
-    shares = {"none": 0, "one": 1, "all but one": shape[-1] - 1, "all": shape[-1]}
-    shares |= {name: selected_count(sparsity, shape[-1]) for name, sparsity in (("50%", 0.5), ("97%", 0.97))}
-    return drawn_weights(*shape, seed=2).argsort(-1) < shares[kind]
 
 
 def tiled(tensors, do, settings):
@@ -73,8 +63,7 @@ def whole(tensors, do, settings):
 # Algorithms 2 and 3 by hand, by tiles and at once, against autograd
 
 
-@pytest.mark.parametrize("kind", FEATURE_MAPS)
-@pytest.mark.parametrize("scale", [None, 0.6])
+@pytest.mark.parametrize(("kind", "scale"), [*zip(FEATURE_MAPS, (None, 0.6, None), strict=True)])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_both_forms_equal_a_dense_oracle_and_autograd_through_the_soft_form(inputs, shape, scale, kind):
     """Every erratum shows here: scores masked as 0, dV assigned, one alpha for all rows."""
@@ -97,23 +86,21 @@ def test_both_forms_equal_a_dense_oracle_and_autograd_through_the_soft_form(inpu
 
 
 @pytest.mark.parametrize("backward", BACKWARDS)
-@pytest.mark.parametrize("kind", FEATURE_MAPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tiles_and_whole_matrices_agree_in_int8_too(inputs, shape, kind, backward):
+def test_tiles_and_whole_matrices_agree_in_int8_too(inputs, shape, backward):
     q, k, v, do, mask, alpha = problem(inputs, *shape)
-    settings = BlockSettings(*shape[2:], feature_map=kind, quantize=True, backward=backward)
+    settings = BlockSettings(*shape[2:], quantize=True, backward=backward)
     forms = [form((q, k + 3, v, mask, alpha), do, settings) for form in (tiled, whole)]
     for results, atol in zip(zip(*forms, strict=True), (1e-12, 1e-11), strict=True):
         assert_all_close(*results, atol)
 
 
-@pytest.mark.parametrize("settings", [SMALL, INT8, PRINTED])
-def test_whole_matrices_take_any_leading_dimensions(inputs, settings):
+def test_whole_matrices_take_any_leading_dimensions(inputs):
     """One head alone, [N, D], and in front of it as many dimensions as one likes."""
     q, k, v, do, mask, alpha = problem(inputs, 33, 50)
 
     def results(index):
-        forward, backward = whole([x[index] for x in (q, k, v, mask, alpha)], do[index], settings)
+        forward, backward = whole([x[index] for x in (q, k, v, mask, alpha)], do[index], INT8)
         return *forward, *backward
 
     expected = results(...)
@@ -129,16 +116,13 @@ def reference(mask, **options):
     return lambda q, k, v, alpha: sparse_linear_attention(q, k, v, mask, alpha, backend="reference", **options)
 
 
-@pytest.mark.parametrize(
-    ("n_q", "n_k", "selected", "kv_heads"),
-    [(113, 203, "all", 4), (256, 408, "97%", 2), (799, 3, "one", 1), (256, 408, "all but one", 1)],
-)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_relative_l2_against_the_dense_oracle(inputs, n_q, n_k, selected, kv_heads, dtype):
-    """O, dQ, dK, dV and dalpha; the oracle in float64 from the same numbers. 97 % of 51 blocks: 2 are selected."""
+@pytest.mark.parametrize(("n_q", "n_k", "kv_heads"), [(113, 203, 4), (256, 408, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_relative_l2_against_the_dense_oracle(inputs, n_q, n_k, kv_heads, dtype):
+    """O, dQ, dK, dV and dalpha; the oracle in float64 from the same numbers."""
     *qkv, do = inputs(n_q, n_k, 16, heads=4, kv_heads=kv_heads, dtype=dtype)
-    mask = block_masks(selected, 4, n_q, n_k, 16, 8)
-    alpha = drawn_weights(1, *mask.shape[1:3], seed=1).to(torch.promote_types(dtype, torch.float32))
+    mask = drawn_weights(1, 4, block_count(n_q, 16), block_count(n_k, 8), seed=2) < 0.1
+    alpha = drawn_weights(1, *mask.shape[1:3], seed=1).to(torch.float32)
     ours, tensors = reference(mask, block_q=16, block_kv=8), (*qkv, alpha)
     found = (ours(*tensors), *gradients_of(ours, tensors, do))
     assert [x.dtype for x in found] == [x.dtype for x in (qkv[0], *tensors)]
@@ -148,7 +132,7 @@ def test_relative_l2_against_the_dense_oracle(inputs, n_q, n_k, selected, kv_hea
 
     exact = [x.double() for x in tensors]
     expected = (oracle(*exact), *gradients_of(oracle, exact, do.double()))
-    bound = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2.5e-3}[dtype]
+    bound = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}[dtype]
     assert max(relative_l2(x, y) for x, y in zip(found, expected, strict=True)) < bound
 
 
@@ -166,15 +150,14 @@ def test_the_printed_backward_pass_takes_unrounded_inputs_with_the_forwards_outp
 # As one differentiable operation
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("settings", [SMALL, INT8, PRINTED])
-@pytest.mark.parametrize("autocast", [False, True])
-def test_autograd_hands_back_what_the_functions_compute(inputs, dtype, settings, autocast):
+def test_autograd_hands_back_what_the_functions_compute(inputs, dtype, settings):
     """Autocast doesn't reach inside."""
     q, k, v, do, mask, alpha = problem(inputs, 33, 40, dtype=dtype)
     alpha = alpha.float()
     leaves = [x.clone().requires_grad_() for x in (q, k, v, alpha)]
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", torch.bfloat16):
         output, *_ = SparseLinearFunction.apply(*leaves[:3], mask, leaves[3], settings)
         gradients = torch.autograd.grad(output, leaves, do)
     forward, backward = whole((q, k, v, mask, alpha), do, settings)

@@ -30,10 +30,9 @@ def test_measures_on_vectors_worked_out_by_hand_are_taken_in_float64():
     assert cosine(y, y) == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_trace_compares_every_intermediate_by_the_papers_name(inputs, is_causal):
+def test_trace_compares_every_intermediate_by_the_papers_name(inputs):
     tensors = inputs(100, 130, 16, dtype=torch.float32)
-    settings = SageBwdSettings(is_causal=is_causal, scale=0.2)
+    settings = SageBwdSettings(is_causal=True, scale=0.2)
     exact, quantized = exact_intermediates(*tensors, settings), sagebwd_intermediates(*tensors, settings)
     errors = trace(*tensors, settings)
     assert tuple(errors) == tuple(exact) == tuple(quantized) == INTERMEDIATES
@@ -46,22 +45,10 @@ def test_trace_compares_every_intermediate_by_the_papers_name(inputs, is_causal)
     assert all(1e-3 < errors[name].rel_l2 < 0.1 for name in INTERMEDIATES if name != "dP")
 
 
-def test_exact_intermediates_take_the_definitions(inputs):
-    q, k, v, do = inputs(20, 30, 8)
-    exact = exact_intermediates(q, k, v, do, SageBwdSettings())
-    p = torch.softmax(q @ k.mT / math.sqrt(8), -1)
-    expected = {
-        "P": p, "O": p @ v, "dP": do @ v.mT, "delta": (do * (p @ v)).sum(-1, keepdim=True), "dV": p.mT @ do
-    }  # fmt: skip
-    for name, value in expected.items():
-        torch.testing.assert_close(exact[name], value, atol=1e-12, rtol=0)
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("sigma", [0.1, 1, 10])
-def test_the_bound_on_grad_scores_holds(inputs, sigma, is_causal):
+@pytest.mark.parametrize("sigma", [0.1, 10])
+def test_the_bound_on_grad_scores_holds(inputs, sigma):
     q, k, v, do = inputs(60, 90, 16)
-    exact = exact_intermediates(q * sigma, k * sigma, v, do, SageBwdSettings(is_causal=is_causal))
+    exact = exact_intermediates(q * sigma, k * sigma, v, do, SageBwdSettings(is_causal=True))
     assert rms(exact["dS"]) <= grad_scores_bound(exact["dP"], exact["delta"])
 
 

@@ -11,7 +11,6 @@ from torch.testing import assert_close
 
 from sage_ref import SLA, SLA2, QKNorm, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as backends
-from sage_ref.attention import attention_backward, attention_forward
 
 BLOCKS = {"block_q": 16, "block_kv": 8}
 SMALL = BLOCKS | {"sparsity": 0.5}
@@ -19,12 +18,10 @@ MASK = torch.tensor([[True, False, True], [False, True, False]])
 dense = partial(sagebwd_attention, backend="reference")
 causal = partial(dense, is_causal=True, smooth_q=True)
 sparse = partial(sparse_linear_attention, block_mask=MASK, alpha=0.5, backend="reference", **BLOCKS)
-int8_sparse = partial(sparse, quantize=True)
 
 
 sla, sla2, soft_sla2 = SLA(8, 2, **SMALL), *(SLA2(8, 2, backend="reference", **SMALL).stage(i) for i in (2, 1))
-CALLS = {"dense": dense, "causal": causal, "sparse": sparse, "int8 sparse": int8_sparse, "SLA": sla, "SLA2": sla2}
-CALLS |= {"SLA2, stage 1": soft_sla2}
+CALLS = {"SageBwd": causal, "sparse": sparse, "SLA": sla, "SLA2": sla2, "SLA2, stage 1": soft_sla2}
 EVERY = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 BY_HAND = pytest.mark.parametrize(
     "call", [call for name, call in CALLS.items() if name != "SLA"], ids=[name for name in CALLS if name != "SLA"]
@@ -69,37 +66,20 @@ def test_a_module_says_that_it_is_on_another_device(module):
 # Numbers
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
-@pytest.mark.parametrize("name", ["query", "key"])
-def test_alpha_is_not_initialised_from_nan(name, bad):
+@pytest.mark.parametrize(("name", "bad", "got"), [("query", math.nan, "nan"), ("key", -1e30, r"1e\+30")])
+def test_alpha_is_not_initialised_from_nan(name, bad, got):
     tensors = dict(zip(("query", "key"), drawn(), strict=False))
     tensors[name][0, 1, 3, 2] = bad
     model = SLA2(8, 2, **SMALL)
-    before = model.alpha_logit.clone()
-    came = f"{abs(bad):g}".replace("+", r"\+")
-    with pytest.raises(ValueError, match=rf"^{name}: expected finite numbers, at most 1e\+15, got {came}$"):
+    with pytest.raises(ValueError, match=rf"^{name}: expected finite numbers, at most 1e\+15, got {got}$"):
         model.initialize_alpha(**tensors)
-    assert torch.equal(model.alpha_logit, before)
+    assert (model.alpha_logit == 3).all()
 
 
 # Magnitudes
 
 
-@pytest.mark.parametrize("name", ["value", "grad_output"])
-def test_large_values_and_gradients_only_scale_the_result(name):
-    q, k, v = drawn(n=40, head_dim=16)
-    do = v.flip(2)
-    factor = 2.0**49  # 5.6e14, a power of two: rounding does not notice
-    leaves = [x.clone().requires_grad_() for x in (q, k, v * (factor if name == "value" else 1))]
-    found = torch.autograd.grad(dense(*leaves), leaves, do * (1 if name == "value" else factor))
-    forward = attention_forward(q, k, v)
-    exact = attention_backward(do, q, k, v, forward.output, forward.log_sum_exp)[:3]
-    for x, y, scaled in zip(found, exact, (True, True, name == "grad_output"), strict=True):
-        assert (x / (factor if scaled else 1) - y).norm() < 0.05 * y.norm()
-
-
-@pytest.mark.parametrize("size", [1.0, 1e10, 1e19, 3e38])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("size", "dtype"), [(1.0, torch.float32), (1e19, torch.bfloat16), (3e38, torch.float32)])
 def test_qk_norm_squares_nothing_that_overflows(size, dtype):
     q = (drawn()[0] / 5).clamp(-1, 1)
     norm = QKNorm(8)
@@ -155,7 +135,7 @@ def test_forward_mode_is_refused(call):
 @BY_HAND
 def test_a_second_derivative_is_refused_also_by_torch_func(call):
     q, k, v = drawn()
-    name = {soft_sla2: "soft_top_k", dense: "sagebwd_attention", causal: "sagebwd_attention"}
+    name = {soft_sla2: "soft_top_k", causal: "sagebwd_attention"}
     message = f"^{name.get(call, 'sparse_linear_attention')}: expected to be differentiated once, got a second"
 
     def first(q):
