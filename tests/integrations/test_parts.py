@@ -7,7 +7,6 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import distributed
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from sage_ref import sagebwd_attention, sdpa
@@ -21,17 +20,10 @@ LENGTHS = (150, 37, 140, 37)  # two alike; 150 and 140 have two blocks of 128 to
 N = 150
 
 
-def spans(side, lengths=LENGTHS, n=N):
-    """The tokens of each sequence, if padding is on that side."""
-    return [slice(0, length) if side == "right" else slice(n - length, n) for length in lengths]
-
-
 def keys_of(side, lengths=LENGTHS, n=N):
-    """[B, N], True for a token."""
-    has = torch.zeros(len(lengths), n, dtype=torch.bool)
-    for i, span in enumerate(spans(side, lengths, n)):
-        has[i, span] = True
-    return has
+    """[B, N], True for a token, if padding is on that side."""
+    places = torch.arange(n) if side == "right" else torch.arange(n).flip(0)
+    return places < torch.tensor(lengths)[:, None]
 
 
 def mask_of(side, is_causal):
@@ -69,35 +61,6 @@ PLACES = [
 def with_gradients(attention, tensors, weights):
     output = attention(*tensors)
     return [output, *torch.autograd.grad((output * weights).sum(), tensors)]
-
-
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("side", ["right", "left"])
-@pytest.mark.parametrize("place", PLACES)
-def test_a_padded_sequence_has_the_bits_of_the_unpadded_one_and_its_padding_no_gradient(place, side, is_causal):
-    """Forward and backward; against exact attention as far off as INT8 is."""
-    where = {"device": place.device, "dtype": place.dtype}
-    qkv, mask = random_tensors(place.head_dim, **where), mask_of(side, is_causal).to(place.device)
-    weights = torch.randn(len(LENGTHS), 4, N, place.head_dim, **where)
-    weights[~keys_of(side)[:, None].expand(-1, 4, -1)] = 0  # nobody looks at what comes out of padding
-    with sdpa(otherwise="error", backend=place.backend) as routed:
-        found = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, mask, enable_gqa=True), qkv, weights)
-    assert routed.taken == 1
-    options = {"is_causal": is_causal, "enable_gqa": True}
-    for i, span in enumerate(spans(side)):
-        alone = [x[i : i + 1, :, span].detach().requires_grad_() for x in qkv]
-        same = with_gradients(
-            lambda *x: sagebwd_attention(*x, **options, backend=place.backend), alone, weights[i, :, span]
-        )
-        exact = with_gradients(lambda *x: F.scaled_dot_product_attention(*x, **options), alone, weights[i, :, span])
-        for of_batch, of_same, of_exact in zip(found, same, exact, strict=True):
-            assert torch.equal(of_batch[i : i + 1, :, span], of_same)
-            assert 1e-3 < relative_l2(of_same, of_exact) < place.error
-        outside = torch.ones(N, dtype=torch.bool)
-        outside[span] = False
-        assert not any(gradient[i, :, outside].any() for gradient in found[1:])
-        if is_causal:
-            assert not found[0][i, :, outside].any()
 
 
 def exact_attention(query, key, value, mask):
@@ -250,29 +213,14 @@ def test_a_mask_that_parts_do_not_make_is_an_error_or_exact(qkv, name):
         assert torch.equal(F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True), expected)
 
 
-def written_by_a_collective(mask, new, tmp_path):
-    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        distributed.all_gather([mask], new)
-    finally:
-        distributed.destroy_process_group()
-
-
-WRITES = {
-    "data": lambda mask, new, _: mask.data.copy_(new),
-    "all_gather": written_by_a_collective,
-}
-
-
-@pytest.mark.parametrize(
-    ("how", "device"), [*((how, "cpu") for how in WRITES), pytest.param("data", "cuda", marks=pytest.mark.gpu)]
-)
-def test_a_mask_is_read_again_whoever_wrote_into_it(how, device, tmp_path):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_mask_is_read_again_whoever_wrote_into_it(device):
+    """What is written through `.data`, by a kernel or by a collective, no version counts."""
     mask, new = (keys_of("right", (9, n), 9)[:, None, None].to(device) for n in (4, 7))
     q, k, v = torch.randn(3, 2, 1, 9, 32, device=device, dtype=torch.float16)
     with sdpa(otherwise="error", backend="reference"):
         before = F.scaled_dot_product_attention(q, k, v, mask)
-        WRITES[how](mask, new, tmp_path)
+        mask.data.copy_(new)
         found = F.scaled_dot_product_attention(q, k, v, mask)
         assert torch.equal(found, F.scaled_dot_product_attention(q, k, v, new))
     assert not torch.equal(found, before)
@@ -337,11 +285,6 @@ def test_what_lies_in_padding_reaches_nobody(qkv):
         with sdpa(otherwise="error", **REFERENCE):
             found = with_gradients(of_tokens, leaves, weights)
         assert all(x.isfinite().all() for x in found)
-
-
-def test_a_fake_mask_is_not_read():
-    with torch._subclasses.FakeTensorMode():
-        assert not parts.can_be_read(torch.ones(1, 1, 1, 9, dtype=torch.bool))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -69,21 +69,6 @@ def test_calls_inside_are_those_of_sagebwd_and_calls_outside_are_not(qkv, choice
     assert not torch.equal(ours[0], exact[0])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({"backend": "cuda"}, ValueError, "backend: expected one of"),
-        ({"granularity": "tile"}, ValueError, "granularity: expected one of"),
-        ({"otherwise": None}, ValueError, r"otherwise: expected one of \('error', 'exact'\), got None$"),
-        ({"minimum_tokens": -1}, ValueError, "minimum_tokens: expected"),
-        ({"minimum_tokens": True}, TypeError, "minimum_tokens: expected"),
-    ],
-)
-def test_an_option_that_does_not_fit_is_named(wrong, error, message):
-    with pytest.raises(error, match=f"^{message}"):
-        sdpa(**wrong)
-
-
 def test_calls_of_fewer_tokens_than_asked_for_stay_exact(qkv):
     short = [x[:, :, :100].detach().requires_grad_() for x in qkv]
     exact = [with_gradients(F.scaled_dot_product_attention, tensors) for tensors in (short, qkv)]
@@ -189,10 +174,8 @@ def test_it_holds_in_the_asyncio_task_that_entered_it_and_in_those_started_insid
         found = [await is_now(exact)]
         with sdpa(smooth_k=False, **REFERENCE):
             mine.set()
-            for _ in range(5):  # meanwhile the first one leaves
-                await asyncio.sleep(0)
-                found.append(await is_now(other))
-        return [*found, await is_now(exact)]
+            await asyncio.sleep(0.1)  # meanwhile the first one leaves
+            return [*found, await is_now(other)]
 
     async def both():
         events = asyncio.Event(), asyncio.Event()

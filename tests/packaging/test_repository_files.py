@@ -38,29 +38,6 @@ def test_workflows_run_what_every_machine_runs_on_the_oldest_and_the_newest_pyth
         assert all((REPOSITORY / folder).is_dir() for folder in folders)
 
 
-def test_the_other_ways_install_the_same_projects():
-    makefile = (REPOSITORY / "Makefile").read_text()
-    assert f"--constraint constraints.txt {EDITABLE}\n" in makefile
-    assert read("environment.yml")["dependencies"][-1]["pip"] == [
-        "--constraint constraints.txt", "--editable .", "--editable lab", "--editable notebooks"
-    ]  # fmt: skip
-    (repository,) = read(".pre-commit-config.yaml")["repos"]
-    entries = [hook["entry"].replace(" --fix", "") for hook in repository["hooks"]]
-    lint = re.findall(r"^\t\$\(BIN\)/(ruff [a-z]+)", makefile, re.MULTILINE)
-    assert [f".venv/bin/{line}" for line in lint] == entries
-
-
-def test_the_public_address_is_typed_in_pyproject_alone():
-    """A second copy would stay behind when the project moves; README.md and the notebooks get theirs by a program."""
-    address = PROJECT["urls"]["Repository"].removeprefix("https://")
-    folders = ("sage_ref", "kernels", "lab", "notebooks", "exercises", "tests", ".ci", ".github")
-    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")] + list(REPOSITORY.glob("*"))
-    files.remove(REPOSITORY / "README.md")
-    texts = {".py", ".md", ".yml", ".yaml", ".cff", ".txt", ""}
-    files = [path for path in files if path.is_file() and path.suffix in texts]
-    assert [path for path in files if address in path.read_text(errors="ignore")] == []
-
-
 def test_the_page_of_what_runs_where_says_what_was_compiled_pinned_and_measured():
     text = (REPOSITORY / "notebooks/book/support.md").read_text()
     for capability in SHARED_MEMORY:

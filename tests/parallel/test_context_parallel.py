@@ -51,17 +51,12 @@ class Case(NamedTuple):
 
 CASES = {
     "scales across processes": Case(300, 300, options=REFERENCE | {"is_causal": True, "unbiased": True}),
-    "other lengths": Case(132, 204, options=REFERENCE | {"granularity": "block", "scale": 0.3}),
-    "one key head for all": Case(132, 132, kv_heads=1),
-    "three key heads for twelve": Case(132, 132, heads=12, kv_heads=3),
+    "other lengths, three key heads for twelve": Case(132, 204, heads=12, kv_heads=3),
 }
 KERNELS = Case(  # interpreted, so as short as can be
     40, 40, heads=2, kv_heads=2, dtype=torch.float16, head_dim=32, options={"backend": "triton", "is_causal": True}
 )
-SLA2_CASES = {
-    f"stage {stage}, {alphas} alphas": (stage, alphas, kv_heads)
-    for stage, alphas, kv_heads in ((1, 1, 4), (2, 1, 4), (2, 4, 1))
-}
+SLA2_CASES = {"stage 1": (1, 1, 4), "stage 2, four alphas, one key head": (2, 4, 1)}
 
 
 def passes(attention, query, key, value, grad_output):
@@ -101,53 +96,19 @@ def errors():
     other = q[:, :, : 1 + rank]
     mistakes = {
         "heads": lambda: ulysses(sagebwd_attention, q[:, :1], k[:, :1], v[:, :1]),
-        "heads of SLA2": lambda: ParallelSLA2(16, 1)(q[:, :1], k[:, :1], v[:, :1]),
         "tokens": lambda: local_tokens(torch.ones(1, 1, 5, 4)),
         "lengths": lambda: ulysses(sagebwd_attention, other, other, other),
         "NaN": lambda: ParallelSLA2(16, 4).initialize_alpha(q * (math.nan if rank == 0 else 1), k),
         "member": lambda: local_tokens(q, group=first),
-        "kind": lambda: local_tokens(q, group="all"),
     }
     found = {}
     for name, mistake in mistakes.items():
         try:
             mistake()
             found[name] = "nothing"
-        except (ValueError, TypeError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
+        except ValueError as error:
+            found[name] = f"ValueError: {error}"
     return found
-
-
-class Model(torch.nn.Module):
-    """Projections, SageBwd and SLA2 in turn, a loss per token."""
-
-    def __init__(self, wrap, kind):
-        super().__init__()
-        self.project, self.attention = torch.nn.Linear(32, 96), wrap(partial(sagebwd_attention, **REFERENCE))
-        self.sla2 = kind(8, 4, sparsity=0.5, block_q=16, block_kv=16, backend="reference")
-
-    def forward(self, x):
-        q, k, v = self.project(x).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        x = self.attention(q, k, v)
-        return self.sla2(x, k, v).transpose(1, 2).flatten(2).square().mean()
-
-
-def model_gradients(wrap, kind, share=lambda x: x, distribute=lambda model: model):
-    torch.manual_seed(5)
-    model = distribute(Model(wrap, kind))
-    model(share(torch.randn(2, 64, 32))).backward()
-    grads = [x.grad for x in model.parameters() if x.grad is not None]
-    return [x.full_tensor() if hasattr(x, "full_tensor") else x for x in grads]
-
-
-def sharded(model):
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(model.sla2)
-    return fully_shard(model)
-
-
-DISTRIBUTED = {"ddp": torch.nn.parallel.DistributedDataParallel, "fsdp": sharded}
 
 
 def compiled():
@@ -166,9 +127,6 @@ def everything(folder):
         for name, arguments in SLA2_CASES.items():
             found[name] = sla2_passes(ParallelSLA2, *arguments, share=local_tokens)
         found["alpha"] = initialized_alpha(ParallelSLA2, local_tokens)
-        for name, distribute in DISTRIBUTED.items():
-            share = partial(local_tokens, dim=1)
-            found[name] = model_gradients(partial(partial, ulysses), ParallelSLA2, share, distribute)
         found["errors"] = errors()
         found["compiled"] = compiled()
         import sage_kernels.common.interpreter  # noqa: F401
@@ -217,30 +175,19 @@ def test_alpha_starts_at_the_mass_of_whole_sequences(found):
         torch.testing.assert_close(one["alpha"], initialized_alpha(SLA2), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", DISTRIBUTED)
-def test_a_model_under_ddp_and_fsdp_gets_the_gradients_of_one_process(found, name):
-    expected = model_gradients(lambda attention: attention, SLA2)
-    for one in found:
-        for parallel, single in zip(one[name], expected, strict=True):
-            assert relative_l2(parallel, single) < 1e-5
-
-
 def test_compiled_code_sends_between_two_graphs(found):
     expected = passes(lambda q, k, v: 2 * scaled_dot_product_attention(2 * q, k, v), *Case(8, 12).inputs())
     assert_close([one["compiled"] for one in found], expected, 1e-14)
 
 
 def test_every_process_is_told_of_a_mistake(found):
-    divide = "ValueError: query: expected a number of heads that 2 processes divide, got 1"
     expected = {
-        "heads": divide,
-        "heads of SLA2": divide,
+        "heads": "ValueError: query: expected a number of heads that 2 processes divide, got 1",
         "tokens": "ValueError: x: expected a number of tokens that 2 processes divide, got 5 along dimension -2",
         "lengths": "ValueError: query, key: expected the same shapes in every process, "
         "got [2, 4, 1, 16], [2, 4, 1, 16] in process 0 and [2, 4, 2, 16], [2, 4, 2, 16] in process 1 of the group",
         "NaN": "ValueError: query: expected finite numbers, at most 1e+15, got nan",
         "member": "ValueError: group: expected one with this process, got one without process 1",
-        "kind": "TypeError: group: expected a torch.distributed.ProcessGroup or None, got str",
     }
     assert found[1]["errors"] == expected
     assert found[0]["errors"] == expected | {"member": "nothing"}

@@ -18,8 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from sage_ref import SLA2
 from sage_ref.integrations.diffusers import initialize_alpha, install_sla2, stage
 
-TRAINED = {"alpha_logit", "router.proj_q.weight", "router.proj_k.weight"}
-
 
 class Layer(torch.nn.Module):
     """Projections and SLA2 on two heads of 32, x + what they give."""
@@ -39,7 +37,7 @@ def model(device):
     return torch.nn.Sequential(Layer(), Layer()).to(device)
 
 
-def batch(device, dtype=torch.float32):
+def batch(device):
     x = torch.randn(2, 512, 64, generator=torch.Generator().manual_seed(1)) * torch.tensor([1, 5])[:, None, None]
     return x.to(device)
 
@@ -87,7 +85,6 @@ def too_late(change, device):
 
 LATE = {
     "stage 1": partial(stage, number=1),
-    "stage 1 of one layer": lambda wrapped: wrapped.module[0].attention.stage(1),
     "a frozen alpha": lambda wrapped: wrapped.module[1].attention.stage(2),
 }
 

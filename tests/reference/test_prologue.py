@@ -75,43 +75,23 @@ def test_it_is_its_equations(inputs):
         assert_close(found, torch.cat((z.real, z.imag), -1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_in_16_bit_nothing_is_rounded_between_the_norm_and_the_scales(inputs, dtype):
+def test_in_16_bit_nothing_is_rounded_between_the_norm_and_the_scales(inputs):
     """O is that of the composition in float32, rounded once. In 16 bit the composition rounds z too, and is far off.
 
     Both round O and dZ to 16 bit before the gradients go on.
     """
-    *tensors, grad_output = inputs(30, TOKENS, 16, heads=4, kv_heads=2, dtype=dtype)
+    *tensors, grad_output = inputs(30, TOKENS, 16, heads=4, kv_heads=2, dtype=torch.bfloat16)
     rotation, norm = modules(dtype=torch.float32)
     gains = list(norm.parameters())
     found = with_gradients(reference(prologue_of(rotation, norm)), tensors, grad_output, gains)
-    assert [x.dtype for x in found] == [dtype] * 4 + [torch.float32] * 2
+    assert [x.dtype for x in found] == [torch.bfloat16] * 4 + [torch.float32] * 2
     wide = [x.float() for x in (*tensors, grad_output)]
     unrounded = with_gradients(composed(rotation, norm), wide[:3], wide[3], gains)
     rounded = with_gradients(composed(rotation, norm), tensors, grad_output, gains)
-    step = torch.finfo(dtype).eps
+    step = torch.finfo(torch.bfloat16).eps
     assert relative_l2(found[0], unrounded[0]) < step / 2
     for x, of_wide, of_16_bit in zip(found, unrounded, rounded, strict=True):
         assert relative_l2(of_16_bit, of_wide) > 4 * relative_l2(x, of_wide)
-
-
-def test_autocast_casts_q_k_and_v_but_neither_angles_nor_gains(inputs):
-    *tensors, _ = inputs(30, TOKENS, 16, dtype=torch.float32)
-    rotation, norm = modules(dtype=torch.float32)
-    call = reference(prologue_of(rotation, norm))
-    with torch.autocast("cpu", torch.bfloat16):
-        found = call(*tensors)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, call(*(x.bfloat16() for x in tensors)))
-
-
-def test_tables_made_in_inference_mode_are_fine(inputs):
-    *tensors, grad_output = inputs(30, TOKENS, 16)
-    with torch.inference_mode():
-        prologue = prologue_of(*modules(with_norm=False))
-    expected = with_gradients(reference(prologue_of(*modules(with_norm=False))), tensors, grad_output)
-    for x, y in zip(with_gradients(reference(prologue), tensors, grad_output), expected, strict=True):
-        assert torch.equal(x, y)
 
 
 GOOD = Prologue(torch.ones(9, 4), torch.zeros(9, 4), torch.ones(8), torch.ones(8))
@@ -119,13 +99,9 @@ REFUSED = [
     (GOOD._replace(cos=torch.ones(8, 4)), ValueError, r"prologue.cos: expected shape \(at least 9, 4\).*got \(8, 4\)"),
     (GOOD._replace(sin=torch.ones(9, 8)), ValueError, r"prologue.sin: expected shape \(at least 9, 4\).*got \(9, 8\)"),
     (GOOD._replace(sin=[0.0]), TypeError, "prologue.sin: expected a torch.Tensor, got list"),
-    (GOOD._replace(cos=torch.ones(9, 4).int()), TypeError, "prologue.cos: expected dtype .*got torch.int32"),
     (GOOD._replace(sin=torch.ones(9, 4, requires_grad=True)), ValueError, "prologue.sin: .* without a gradient"),
     (GOOD._replace(key_gain=torch.ones(1, 8)), ValueError, r"prologue.key_gain: expected shape \(8,\).*got \(1, 8\)"),
-    (GOOD._replace(query_gain=1.0), TypeError, "prologue.query_gain: expected a torch.Tensor, got float"),
     (GOOD._replace(query_gain=None), ValueError, "prologue.query_gain: expected a gain, as the other"),
-    (GOOD._replace(cos=torch.ones(9, 4, device="meta")), ValueError, "prologue.cos: .*that holds data, got meta"),
-    (GOOD._replace(eps="small"), TypeError, "prologue.eps: expected a float, got str"),
     (GOOD._replace(eps=0.0), ValueError, "prologue.eps: expected a number from 1e-30 to 1, got 0.0"),
     (tuple(GOOD), TypeError, "prologue: expected a sage_ref.Prologue or None, got tuple"),
 ]

@@ -104,18 +104,6 @@ def test_extreme_scores_give_finite_gradients_and_right_ones_at_weight_zero(size
     assert representable.any()
 
 
-def test_a_query_without_a_key_gets_zeros_and_no_gradient():
-    q, k, v = (drawn(n, 4, seed=n).requires_grad_() for n in (4, 6, 6))
-    weights = torch.tensor([[0, 0, 0], [1, 0, 0.5]], dtype=torch.float64, requires_grad=True)
-    output, log_sum_exp = sparse_branch(q, k, v, weights, BlockSettings(2, 2))
-    assert not output[:2].any()
-    assert (log_sum_exp[:2] == -math.inf).all()
-    gradients = torch.autograd.grad(output.sum() + log_sum_exp[2:].sum(), (q, k, v, weights))
-    assert not gradients[0][:2].any()
-    assert not gradients[3][0].any()
-    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_divided_by_next_to_nothing_is_zero(dtype):
     limits = torch.finfo(dtype)

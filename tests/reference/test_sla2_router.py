@@ -89,12 +89,7 @@ class Packed(nn.Module):
         return x @ (self.weight.to(x.dtype) / 64).mT
 
 
-def hooked(layer):
-    layer.register_forward_hook(lambda layer, inputs, output: output * torch.arange(8))
-    return layer
-
-
-@pytest.mark.parametrize(("change", "stage"), [(Adapted, 1), (hooked, 2), (Packed, 2)])
+@pytest.mark.parametrize(("change", "stage"), [(Adapted, 1), (Packed, 2)])
 def test_the_router_multiplies_by_what_its_layers_compute_when_they_are_called(change, stage):
     q, k, v = drawn_qkv(40, 80)
     plain, expected, model = (SLA2(8, 2, sparsity=0.6, block_q=16, block_kv=8, backend="reference") for _ in "abc")

@@ -5,17 +5,7 @@ import math
 import pytest
 import torch
 
-from sage_ref.sagebwd import SageBwdSettings
-from sage_ref.tracing import (
-    INTERMEDIATES,
-    cosine,
-    exact_intermediates,
-    grad_scores_bound,
-    relative_l2,
-    rms,
-    sagebwd_intermediates,
-    trace,
-)
+from sage_ref.tracing import cosine, grad_scores_bound, relative_l2, rms
 
 
 def test_measures_on_vectors_worked_out_by_hand_are_taken_in_float64():
@@ -28,28 +18,6 @@ def test_measures_on_vectors_worked_out_by_hand_are_taken_in_float64():
     y = torch.full((10**6,), 300.0, dtype=torch.float16)  # its squares overflow, its sum too
     assert (rms(y), relative_l2(y, y)) == (300, 0)
     assert cosine(y, y) == pytest.approx(1, abs=1e-12)
-
-
-def test_trace_compares_every_intermediate_by_the_papers_name(inputs):
-    tensors = inputs(100, 130, 16, dtype=torch.float32)
-    settings = SageBwdSettings(is_causal=True, scale=0.2)
-    exact, quantized = exact_intermediates(*tensors, settings), sagebwd_intermediates(*tensors, settings)
-    errors = trace(*tensors, settings)
-    assert tuple(errors) == tuple(exact) == tuple(quantized) == INTERMEDIATES
-    for name, error in errors.items():
-        assert exact[name].dtype == torch.float64
-        assert error == (
-            cosine(quantized[name], exact[name]), relative_l2(quantized[name], exact[name]), rms(exact[name])
-        )  # fmt: skip
-    assert errors["dP"].rel_l2 < 1e-6  # the one matmul that is not quantised
-    assert all(1e-3 < errors[name].rel_l2 < 0.1 for name in INTERMEDIATES if name != "dP")
-
-
-@pytest.mark.parametrize("sigma", [0.1, 10])
-def test_the_bound_on_grad_scores_holds(inputs, sigma):
-    q, k, v, do = inputs(60, 90, 16)
-    exact = exact_intermediates(q * sigma, k * sigma, v, do, SageBwdSettings(is_causal=True))
-    assert rms(exact["dS"]) <= grad_scores_bound(exact["dP"], exact["delta"])
 
 
 def test_the_bound_is_reached_when_every_query_looks_at_the_key_of_largest_gradient():
