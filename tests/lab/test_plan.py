@@ -39,6 +39,13 @@ def test_nobody_else_does_the_work_meanwhile(tmp_path):
         pass
 
 
+def test_work_with_other_arguments_takes_nothing_over(tmp_path):
+    with opened(PLAN, tmp_path, ("arguments", 1)) as work:
+        work.finish(drawn)
+    assert Work(PLAN, tmp_path, ("arguments", 1)).rows == [row for run in RUNS for row in drawn(run)]
+    assert Work(PLAN, tmp_path, ("arguments", 2)).rows == []
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OutOfTime, ValueError, Failed])
 def test_a_stop_keeps_what_is_finished(tmp_path, stop, devices):
