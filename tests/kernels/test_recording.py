@@ -15,53 +15,56 @@ from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of, strided
 from sage_kernels.common.recording import kept, kind_of, recorded
 from triton import knobs
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.driver import wrap_handle_tensordesc
 from triton.runtime import driver, interpreter
-from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 def numbers(pointer) -> numpy.ndarray:
-    """64 float32 at a tensor or an address; not by PyTorch, whose operations are recorded."""
-    pointer = pointer[0] if isinstance(pointer, tuple) else pointer
+    """64 float32 at a tensor, a descriptor or an address; not by PyTorch, whose operations are recorded."""
+    pointer = pointer[0] if isinstance(pointer, tuple) else getattr(pointer, "base", pointer)
     address = pointer if isinstance(pointer, int) else pointer.data_ptr()
     return numpy.frombuffer((ctypes.c_float * 64).from_address(address), numpy.float32)
 
 
 class Program:
-    """z = x y + constant, 64 numbers each; x may be missing. Compiled, it takes addresses, as Triton's programs do."""
+    """z = x y factor TIMES + ADDED, 64 numbers each; x may be missing, or a descriptor.
 
-    arg_names = ("x_ptr", "y_ptr", "z_ptr", "factor", "ADDED")
+    Compiled, it takes addresses, and a descriptor's shape and strides, as Triton's programs do.
+    """
+
+    arg_names = ("x_ptr", "y_ptr", "z_ptr", "factor", "ADDED", "TIMES")
     is_interpreted = False
 
     def __init__(self):
-        self.compilations, self.grids = 0, []
+        self.compilations, self.calls = 0, []
 
     def __getitem__(self, grid):
-        def compile_and_start(x, y, z, factor, ADDED, num_warps):
+        def compile_and_start(x, y, z, factor, ADDED, TIMES, num_warps):
             self.compilations += 1
-            self.compute(x, y, z, factor, ADDED)
-            return None if self.is_interpreted else Compiled(self)
+            self.compute(x, y, z, factor, ADDED, TIMES)
+            return None if self.is_interpreted else Compiled(self, isinstance(x, TensorDescriptor))
 
         return compile_and_start
 
     @staticmethod
-    def compute(x, y, z, factor, added):
-        numbers(z)[:] = (1 if x is None else numbers(x)) * numbers(y) * factor + added
+    def compute(x, *others):
+        *_, y, z, factor, added, times = others
+        numbers(z)[:] = (1 if x is None else numbers(x)) * numbers(y) * factor * times + added
 
 
 class Compiled:
     """What Triton keeps of a program: `run` gives `launch` grid, stream, function and the program's arguments."""
 
-    function, packed_metadata, metadata = "function", "metadata", SimpleNamespace(tensordesc_meta=[])
+    function, packed_metadata = "function", "metadata"
 
-    def __init__(self, program):
+    def __init__(self, program, with_descriptor):
         def launch(*call):
-            program.grids.append(call[:3])
+            program.calls.append(call[:9])
             program.compute(*call[-1] if Launcher.is_packed else call[9:])
 
-        self.run = Launcher(partial(launch))
+        self.metadata = SimpleNamespace(tensordesc_meta=[None] * with_descriptor)
+        self.run = Launcher(wrap_handle_tensordesc(partial(launch), {0: "tensordesc"} if with_descriptor else {}, None))
 
 
 class Launcher:
@@ -79,52 +82,17 @@ class Launcher:
         self.launch(*arguments[:9], *((arguments[9:],) if self.is_packed else arguments[9:]))
 
 
-class Driver:
-    """Triton compiles for a Hopper GPU; a launch is noted and not made."""
-
-    def __init__(self):
-        self.launches, self.utils = [], self
-
-    def note(self, *arguments):
-        self.launches.append((*arguments[:-1], *arguments[-1]))
-
-    def launcher_cls(self, source, metadata):
-        return Launcher(wrap_handle_tensordesc(self.note, source.signature, metadata.tensordesc_meta))
-
-    def fill_tma_descriptor_tiled(self, address, *_):
-        return f"map of {address}"
-
-    def load_binary(self, *_):
-        return "module", "function", 32, 0, 1024  # registers, spills, most threads
-
-    def get_device_properties(self, device):
-        return {"max_shared_mem": 232448}
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 77
-
-
 @pytest.fixture
-def noting(monkeypatch):
-    noting = Driver()
-    monkeypatch.setattr(type(driver), "active", property(lambda self: noting))
+def program(monkeypatch):
+    here = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 77)
+    monkeypatch.setattr(type(driver), "active", property(lambda self: here))
     kept.cache_clear()
-    return noting
-
-
-@pytest.fixture
-def program(noting):
     return Program()
 
 
 def start_program(start, program, x, y, z, factor=1.0):
-    start(program, (2,), (x, y, z, factor), {"ADDED": 1.0}, {"num_warps": 4})
+    constants = {"TIMES": 2.0, "ADDED": 1.0}  # told by their names, in any order
+    start(program, (2,), (x, y, z, factor / 2), constants, {"num_warps": 4})
 
 
 def draw(count: int) -> list[torch.Tensor]:
@@ -151,7 +119,8 @@ def test_other_tensors_without_triton(program, monkeypatch, is_packed):
     tensors = [draw(2) for _ in range(3)]
     results = [product(program, *pair) for pair in (*tensors, tensors[0], tensors[0], torch.randn(2, 1, 2, 8, 4))]
     assert program.compilations == 2
-    assert program.grids == [(2, 1, 1)] * 10  # five calls after the first, without Triton
+    # Five calls after the first, without Triton and its hooks.
+    assert program.calls == [(2, 1, 1, 77, "function", "metadata", None, None, None)] * 10
     assert len({result.data_ptr() for result in results}) == len(results)  # each in new memory
     program.is_interpreted = True
     x = torch.randn(1, 2, 8, 5)[..., :4]
@@ -167,34 +136,23 @@ def test_tensors_in_the_same_memory_are_one_to_a_recording(program):
     assert program.compilations == 4
 
 
-@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "alignment", "key"])
-def test_another_kind_is_another_recording(program, change):
+def test_another_kind_is_another_recording():
     x = torch.zeros(2, 4, 6, 8)
-    other = {
-        "shape": x[:, :, :5].contiguous(), "strides": x.transpose(1, 2).contiguous().transpose(1, 2),
-        "dtype": x.half(), "alignment": torch.zeros(400)[1:385].view(2, 4, 6, 8), "key": x,
-    }[change]  # fmt: skip
-    assert kept(("a key", kind_of((x, None)))) is kept(("a key", kind_of((x.clone(), None))))
-    key = "another key" if change == "key" else "a key"
-    assert kept(("a key", kind_of((x, None)))) is not kept((key, kind_of((other, None))))
+    shape, strides = x[:, :, :5].contiguous(), x.transpose(1, 2).contiguous().transpose(1, 2)
+    others = shape, strides, x.half(), torch.zeros(400)[1:385].view(2, 4, 6, 8)
+    assert kind_of((x, None)) == kind_of((x.clone(), None))
+    assert len({kind_of((y, None)) for y in (x, *others)}) == 5
 
 
 def test_parts_of_scratch_memory_are_told_apart(program):
     """Programs write and read parts of scratch tensors: by pointers, through descriptors, and with strides alone."""
 
     def compute(start):
-        second, first, third, result = (
-            x.new_empty(257),
-            x.new_empty(2, 64),
-            x.new_empty(1, 2, 8, 8),
-            torch.empty_like(x),
-        )
-        start_program(start, program, None, x, first[1])
-        start_program(start, program, None, x, second[193:], factor=2.0)
-        start_program(start, program, None, x, first[0], factor=3.0)
-        start_program(start, program, None, x, second, factor=4.0)
-        start_program(start, program, None, x, strided(third[:, 1:]), factor=5.0)
-        start_program(start, program, None, x, strided(third), factor=6.0)
+        second, first, third = x.new_empty(257), x.new_empty(2, 64), x.new_empty(1, 2, 8, 8)
+        result = torch.empty_like(x)
+        parts = first[1], second[193:], first[0], second, strided(third[:, 1:]), strided(third)
+        for factor, part in enumerate(parts, 1):
+            start_program(start, program, None, x, part, factor=factor)
         start_program(start, program, first[1], second[193:], result)
         start_program(start, program, result, strided(third[:, 1:]), result)
         return (result,)
@@ -268,68 +226,34 @@ def test_the_interpreter_puts_triton_s_language_back():
     assert all(vars(part)[name] is x for (part, name), x in language.items())
 
 
-# Programs of Triton's own kind
+def test_descriptors_are_of_the_tensors_of_the_call(program):
+    def compute(start):
+        between, result = x.new_empty(2, 64), torch.empty_like(x)
+        of_x, of_part = (TensorDescriptor.from_tensor(y.view(16, 4), [16, 4]) for y in (x, between[1]))
+        start_program(start, program, of_x, x, between[1])
+        start_program(start, program, of_part, x, result)
+        return (result,)
+
+    for x in (first := draw(2)) + first:
+        (found,) = recorded("descriptors", (x,), compute)
+        torch.testing.assert_close(found, (x * x + 1) * x + 1)
+    assert program.compilations == 2
 
 
-def copying_program(x_descriptor, factor, y_descriptor, missing_ptr, y_ptr, x, ROWS: tl.constexpr, TWICE: tl.constexpr):
-    y = x_descriptor.load([0, 0]) * factor
-    if TWICE:
-        y += y
-    y_descriptor.store([0, 0], y)
-    tl.store(y_ptr + tl.arange(0, ROWS), tl.load(x.pointer + tl.arange(0, ROWS) * x.stride_b))
+def test_a_recording_holds_no_memory(program):
+    a, b = draw(2)
+    alive = [weakref.ref(tensor) for tensor in (a, b, product(program, a, b))]
+    del a, b
+    assert [tensor() for tensor in alive] == [None] * 3
 
 
-@pytest.fixture
-def copied(noting):
-    """copied(x) -> a result of a program that takes descriptors, of an input and of the result, and their addresses."""
-    program = JITFunction(copying_program)
-
-    def copied(x):
-        def compute(start):
-            y = torch.empty(2, *x.shape)[1]
-            of_x, of_y = (TensorDescriptor.from_tensor(z, [16, 32]) for z in (x, y))
-            arguments = of_x, 2.0, of_y, None, y, strided(x[None, None])
-            # In any order: constants are told by their names.
-            start(program, (2,), arguments, {"TWICE": True, "ROWS": 16}, {"num_warps": 1})
-            return (y,)
-
-        return recorded(program, (x,), compute)[0]
-
-    return copied
-
-
-def test_programs_get_what_triton_gave_them(noting, copied, monkeypatch):
-    x, other = torch.zeros(64, 32), torch.zeros(64, 32)
-    result = copied(x)
-    monkeypatch.setattr(JITFunction, "run", None)  # Triton's own way is shut
-    repeated = copied(other)
-    first, second = noting.launches
-    assert first[:6] == second[:6] == (2, 1, 1, 77, "function", first[5])
-    for launch, of_x, y in ((first, x, result), (second, other, repeated)):
-        expected = [f"map of {of_x.data_ptr()}", 64, 32, 32, 1, 2.0, f"map of {y.data_ptr()}", 64, 32, 32, 1, None]
-        assert list(launch[-16:-4]) == expected
-        assert launch[-2:] == (16, True)
-    assert second[6:9] == (None, None, None)  # no hooks
-    assert second[-4:-2] == (repeated.data_ptr(), (other.data_ptr(), 2048, 2048, 32))
-
-
-def test_a_recording_holds_no_memory(noting, copied, program):
-    x, (a, b) = torch.zeros(64, 32), draw(2)
-    alive = [weakref.ref(tensor) for tensor in (x, copied(x), copied(x), a, b, product(program, a, b))]
-    del x, a, b
-    noting.launches.clear()
-    assert [tensor() for tensor in alive] == [None] * 6
-
-
-def test_hooks_of_a_profiler_see_every_launch(noting, copied):
-    seen = []
-    x = torch.zeros(64, 32)
-    copied(x), copied(x)
-    knobs.runtime.launch_enter_hook.add(seen.append)
+def test_hooks_of_a_profiler_see_every_launch(program):
+    pair = draw(2)
+    product(program, *pair)
+    knobs.runtime.launch_enter_hook.add(print)
     try:
-        copied(x)
+        product(program, *pair)
     finally:
-        knobs.runtime.launch_enter_hook.remove(seen.append)
-    copied(x)
-    *_, watched, after = noting.launches
-    assert (watched[7] is knobs.runtime.launch_enter_hook, after[7]) == (True, None)
+        knobs.runtime.launch_enter_hook.remove(print)
+    product(program, *pair)
+    assert program.compilations == 4  # two by Triton at first, and two while somebody watches

@@ -6,7 +6,6 @@ import pytest
 import torch
 from kernel_cases import (
     EVERY_DTYPE,
-    LAYOUTS,
     MARKS,
     Case,
     all_equal,
@@ -21,45 +20,20 @@ from sage_kernels.sagebwd.forward.key_mean import LEAST_STEPS, PARTS, STEP, key_
 from sage_kernels.sagebwd.ladder import prepare_forward
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
 
-from sage_ref import Prologue, sagebwd_attention
+from sage_ref import Prologue
 from sage_ref.quantization import quantize
 from sage_ref.tracing import relative_l2
 
 pytestmark = MARKS
 WITH_NORM = pytest.mark.parametrize("with_norm", [False, True])
-TINY, GROUPED = Case(20, 40, 64, 2, 1, is_causal=True), Case(20, 30, 48, 2, 1, batch=2)
-EVEN, OFFSET = Case(1, 3, 80), Case(128, 128, 128, 1, 1, is_causal=True, key_offset=3.0)
-
-
-def with_gradients(case, prologue=None, layout=lambda x: x):
-    """Return O, dQ, dK, dV, and the gradients of the gains if there are any."""
-    *tensors, grad_output = (layout(x) for x in draw(case))
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    if prologue is not None and prologue.query_gain is not None:
-        leaves += [x.clone().requires_grad_() for x in prologue[2:4]]
-        prologue = prologue._replace(query_gain=leaves[3], key_gain=leaves[4])
-    options = {"is_causal": case.is_causal, "enable_gqa": True, "backend": "triton"}
-    output = sagebwd_attention(*leaves[:3], prologue=prologue, **options)
-    return output.detach(), *torch.autograd.grad(output, leaves, grad_output)
-
-
-@EVERY_DTYPE
-def test_any_layout_gives_the_same_bits_and_results_lie_as_their_tensors_do(dtype):
-    case = GROUPED._replace(kv_heads=2, dtype=dtype)
-    prologue = prologue_for(case, with_norm=True)
-    expected = with_gradients(case, prologue)
-    for layout in LAYOUTS:
-        found = with_gradients(case, prologue, layout)
-        assert all_equal(found, expected)
-        assert all((x.stride(1) < x.stride(2)) == (layout is heads_last) for x in found[:4])
+GROUPED, EVEN, OFFSET = Case(20, 30, 48, 2, 1, batch=2), Case(1, 3, 80, 1, 1), Case(20, 140, 128, 1, 1, key_offset=3.0)
 
 
 @EVERY_DTYPE
 @pytest.mark.parametrize(
     ("case", "smooth_k", "with_norm"),
     [
-        (GROUPED, False, True), (GROUPED, True, False), (EVEN, True, True), (EVEN, False, False), (OFFSET, True, True),
-        (OFFSET, False, False),
+        (GROUPED, False, True), (EVEN, True, True), (EVEN, False, False), (OFFSET, True, False),
     ],
     ids=str,
 )  # fmt: skip
@@ -91,7 +65,7 @@ def test_what_is_quantised_is_not_rounded_before(case, smooth_k, with_norm, dtyp
 
 @EVERY_DTYPE
 @WITH_NORM
-@pytest.mark.parametrize("case", [Case(70, 90, 64, 2, 1), GROUPED, EVEN], ids=str)
+@pytest.mark.parametrize("case", [Case(70, 90, 64, 1, 1), GROUPED], ids=str)
 def test_gradients_go_back_through_rotation_and_norm(case, with_norm, dtype):
     """Given gradients of the rotated tensors, compare with autograd in float64; those of gains are float32 sums."""
     case = case._replace(dtype=dtype)
@@ -127,19 +101,7 @@ def test_the_mean_key(n):
         torch.testing.assert_close(mean.double(), rotated.double().mean(-2), rtol=1e-5, atol=1e-6)
 
 
-@EVERY_DTYPE
-def test_gains_in_16_bit_and_tables_that_are_not_contiguous(dtype):
-    """A model may be in 16 bit throughout. Gradients come in the dtype of the gains."""
-    case = TINY._replace(dtype=dtype)
-    prologue = prologue_for(case, with_norm=True)
-    low = prologue._replace(query_gain=prologue.query_gain.to(dtype), key_gain=prologue.key_gain.to(dtype))
-    expected = with_gradients(case, low._replace(query_gain=low.query_gain.float(), key_gain=low.key_gain.float()))
-    found = with_gradients(case, low._replace(cos=low.cos.mT.contiguous().mT, sin=low.sin.mT.contiguous().mT))
-    assert all_equal(found[:4], expected[:4])
-    assert all_equal(found[4:], [x.to(dtype) for x in expected[4:]])
-
-
 def test_a_level_in_16_bit_takes_no_prologue():
-    query, key, value, _ = draw(TINY)
+    query, key, value, _ = draw(EVEN)
     with pytest.raises(ValueError, match="prologue: expected none for forward level 0"):
-        prepare_forward(query, key, value, 0, scale=1.0, smooth_k=True, prologue=prologue_for(TINY, with_norm=False))
+        prepare_forward(query, key, value, 0, scale=1.0, smooth_k=True, prologue=prologue_for(EVEN, with_norm=False))

@@ -29,9 +29,6 @@ def with_stages(*tiles: Launch, stages: tuple[int, ...] = (2, 3, 1)) -> tuple[La
     return tuple(tile._replace(num_stages=count) for count in stages for tile in tiles)
 
 
-KEY_TILES = with_stages(
-    Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2), Launch(128, 64, 8, 2),
-)  # fmt: skip
 # What `bench --tune` tries. Small tiles are for GPUs on which a thread adds up in registers
 # (mma.sync), where large ones spill.
 CANDIDATES = {
@@ -52,16 +49,21 @@ CANDIDATES = {
     "dq": with_stages(
         Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 4, 2), Launch(64, 128, 8, 2),
     ),
-    **dict.fromkeys(("dkdv", "dk", "dv"), KEY_TILES),
+    **dict.fromkeys(("dkdv", "dk", "dv"), with_stages(
+        Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
+        Launch(128, 64, 8, 2),
+    )),
     # One scale per tile of P and dS: the tile is the block.
-    "dq_per_block": with_stages(Launch(128, 128, 8, 2)),
-    "dkdv_per_block": with_stages(Launch(128, 128, 8, 2)),
+    **dict.fromkeys(("dq_per_block", "dkdv_per_block"), with_stages(Launch(128, 128, 8, 2))),
     # SLA2: block_q is the part of a 128-query block that is worked on at a time; in linear_query, block_kv is a number
     # of columns.
     "sla2_as_printed": with_stages(
         Launch(64, 64, 4, 1), Launch(128, 64, 8, 1), Launch(32, 64, 4, 1), Launch(64, 64, 8, 1), stages=(1,)
     ),
-    "sla2_forward_16bit": with_stages(Launch(64, 64, 4, 2), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)),
+    **dict.fromkeys(
+        ("sla2_forward_16bit", "sla2_query"),
+        with_stages(Launch(64, 64, 4, 2), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)),
+    ),
     "sla2_forward": with_stages(
         Launch(64, 64, 4, 2), Launch(64, 64, 4, 2, 168), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)
     ),
@@ -69,27 +71,20 @@ CANDIDATES = {
     "sla2_linear_query": (
         Launch(128, 64, 8, 1), Launch(128, 64, 16, 1), Launch(128, 32, 8, 1), Launch(128, 32, 16, 1),
     ),
-    "sla2_query": with_stages(Launch(64, 64, 4, 2), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)),
     "sla2_key": with_stages(
         Launch(64, 64, 4, 2), Launch(32, 64, 4, 2), Launch(32, 64, 8, 2), Launch(64, 64, 8, 2)
     ),
 }  # fmt: skip
 DEFAULTS = {
     "forward": Launch(64, 128, 4, 1),
-    "dq_16bit": Launch(64, 64, 4, 1),
-    "dkdv_16bit": Launch(64, 64, 4, 1),
     "dq": Launch(64, 128, 8, 1),
-    "dkdv": Launch(128, 64, 8, 1),
-    "dk": Launch(128, 64, 8, 1),
+    **dict.fromkeys(("dkdv", "dk"), Launch(128, 64, 8, 1)),
     "dv": Launch(128, 64, 4, 1),
-    "dq_per_block": Launch(128, 128, 8, 1),
-    "dkdv_per_block": Launch(128, 128, 8, 1),
-    "sla2_as_printed": Launch(64, 64, 4, 1),
-    "sla2_forward_16bit": Launch(64, 64, 4, 1),
-    "sla2_forward": Launch(64, 64, 4, 1),
+    **dict.fromkeys(("dq_per_block", "dkdv_per_block"), Launch(128, 128, 8, 1)),
+    **dict.fromkeys(("dq_16bit", "dkdv_16bit", "sla2_as_printed"), Launch(64, 64, 4, 1)),
+    **dict.fromkeys(("sla2_forward_16bit", "sla2_forward", "sla2_query"), Launch(64, 64, 4, 1)),
     "sla2_mix": Launch(64, 64, 8, 1),
     "sla2_linear_query": Launch(128, 32, 8, 1),
-    "sla2_query": Launch(64, 64, 4, 1),
     "sla2_key": Launch(32, 64, 4, 1),
 }
 

@@ -113,15 +113,12 @@ def read_users_table(path: Path, gpu: str) -> Table:
             raise ValueError(f"{name}: expected {expected}, got {provenance.get(name)}")
     table = {}
     for row in rows:
-        missing = [name for name in (*Case._fields, *Launch._fields) if not isinstance(row, dict) or name not in row]
-        if missing:
-            raise ValueError(f"rows: expected the columns {', '.join(missing)}, got {row}")
-        case, launch = Case(*map(row.get, Case._fields)), launch_of(row)
         try:
+            case, launch = (kind(*(row[name] for name in kind._fields)) for kind in (Case, Launch))
             allowed = candidates(case.kernel, case.level)
             hash(case)
         except (KeyError, TypeError):
-            raise ValueError(f"rows: expected a kernel of this version, got {tuple(case)}") from None
+            raise ValueError(f"rows: expected kernels and columns of this version, got {row}") from None
         if launch not in allowed:
             raise ValueError(f"launch: expected one of this version's candidates of {case.kernel}, got {tuple(launch)}")
         table[case] = launch

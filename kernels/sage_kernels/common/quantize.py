@@ -117,55 +117,34 @@ def without_mean(x, mean_ptr, is_token, feature, is_feature):
 
 @triton.jit(do_not_specialize=["n"])
 def quantize_program(
-    x_strided, mean_ptr, values_ptr, transposed_ptr, scale_ptr, heads, n, n_padded, factor,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+    x_strided, mean_ptr, values_ptr, scale_ptr, heads, n, n_padded,
+    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one block of BLOCK tokens of one head. Nothing is subtracted, or written, where a pointer is None."""
+    """Smooth and quantise one block of BLOCK tokens of one head."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     x = load_block(x_strided, head // heads, head % heads, block, n, D, DP, BLOCK)
-    if mean_ptr is not None:
-        token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
-        x = without_mean(x, mean_ptr + head * D, token < n, d, d < D)
-    numbers = head * n_padded * DP
-    hat = None if values_ptr is None else values_ptr + numbers
-    transposed = None if transposed_ptr is None else transposed_ptr + numbers
-    out = Copies(hat, transposed, scale_ptr + head * (n_padded // BLOCK))
-    quantize_tile(x, out, block, n_padded, factor, DP, BLOCK, GROUPED)
+    token, d = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DP)
+    x = without_mean(x, mean_ptr + head * D, token < n, d, d < D)
+    out = Copies(values_ptr + head * n_padded * DP, None, scale_ptr + head * (n_padded // BLOCK))
+    quantize_tile(x, out, block, n_padded, 1.0, DP, BLOCK, False)
 
 
-def quantize(
-    x: Tensor,
-    block: int,
-    start: Start = start_with_triton,
-    *,
-    mean: Tensor | None = None,
-    factor: float = 1.0,
-    values: bool = True,
-    transposed: bool = False,
-    grouped: bool = False,
-) -> Quantized:
-    """Compute psi per block of `block` tokens of x [B, H, N, D], after subtracting mean [B, H, D] if given.
-
-    factor: multiplied into the stored scales (c log2(e) for Q), not into the values.
-    grouped: the transpose in the order of `tiles.group_columns`.
-    """
+def quantize(x: Tensor, block: int, start: Start = start_with_triton, *, mean: Tensor) -> Quantized:
+    """Compute psi per block of `block` tokens of x [B, H, N, D] - mean [B, H, D]."""
     batch, heads, n, head_dim = x.shape
-    n_padded, dp = padded_length(n), padded_head_dim(head_dim)
     x = last_axis_contiguous(x)
-    out = empty_copies(x, block, values=values, transposed=transposed)
-    arguments = strided(x), mean, *out, heads, n, n_padded, factor
-    constants = {"D": head_dim, "DP": dp, "BLOCK": block, "GROUPED": grouped}
-    options = {"num_warps": 4 if block * dp <= 8192 or not transposed else 8}
-    start(quantize_program, (n_padded // block, batch * heads), arguments, constants, options)
+    out = empty_copies(x, block)
+    arguments = strided(x), mean, out.values, out.scale, heads, n, padded_length(n)
+    constants = {"D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK": block}
+    start(quantize_program, (padded_length(n) // block, batch * heads), arguments, constants, {})
     return out
 
 
-def empty_copies(x: Tensor, block: int, *, values: bool, transposed: bool) -> Quantized:
-    """Allocate the copies of x [B, H, N, D] that are asked for."""
+def empty_copies(x: Tensor, block: int, *, transposed: bool = False) -> Quantized:
+    """Allocate an INT8 copy of x [B, H, N, D], or its transpose instead, and the scales of its blocks."""
     batch, heads, n, head_dim = x.shape
     n_padded, dp = padded_length(n), padded_head_dim(head_dim)
-    return Quantized(
-        x.new_empty(batch, heads, n_padded, dp, dtype=torch.int8) if values else None,
-        x.new_empty(batch, heads, dp, n_padded, dtype=torch.int8) if transposed else None,
-        x.new_empty(batch, heads, n_padded // block, dtype=torch.float32),
-    )
+    shape = (dp, n_padded) if transposed else (n_padded, dp)
+    copy = x.new_empty(batch, heads, *shape, dtype=torch.int8)
+    scale = x.new_empty(batch, heads, n_padded // block, dtype=torch.float32)
+    return Quantized(None, copy, scale) if transposed else Quantized(copy, None, scale)

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_INT8_MAX = tl.constexpr(6.988684686772166)
 # 1.5 * 2^23: float32 numbers around it are 1 apart, so adding it rounds to the nearest integer (ties to even) and
 # leaves that integer in the low bits. Its own bit pattern is 0x4B400000.

@@ -28,7 +28,7 @@ from sage_kernels.sagebwd.forward import (
     level4_grouped,
     level5_hopper,
 )
-from sage_kernels.sagebwd.forward.key_mean import key_mean, value_mean
+from sage_kernels.sagebwd.forward.key_mean import key_mean
 from sage_kernels.sagebwd.forward.prepare import quantize_inputs
 from sage_kernels.sagebwd.forward.program import ForwardInputs, run_forward_program
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE
@@ -53,7 +53,7 @@ class ForwardLevel(NamedTuple):
 
     def kernels(self, padded_head_dim: int) -> tuple[str, ...]:
         """Return the programs it takes, by their names in `candidates.CANDIDATES` or the module's LAUNCHES."""
-        return ("forward",) if self.hopper is None else self.hopper.kernels(padded_head_dim)
+        return ("forward",)
 
 
 class BackwardLevel(NamedTuple):
@@ -115,27 +115,6 @@ def obstacle(level: ForwardLevel | BackwardLevel, device: torch.device, head_dim
     return why
 
 
-def best_forward_level(device: torch.device, head_dim: int, *, portable: bool = False) -> int:
-    """Return the last forward level that can run there. portable: leave out those that are Hopper's alone."""
-    return max(
-        i for i, level in FORWARD_LEVELS.items()
-        if not (portable and level.hopper) and obstacle(level, device, head_dim) is None
-    )  # fmt: skip
-
-
-def best_backward_level(
-    device: torch.device, head_dim: int, is_causal: bool, *, per_block: bool = False, portable: bool = False
-) -> int:
-    """Return the backward level that runs there by itself. per_block: with one scale per tile of P and dS."""
-
-    def fits(level: BackwardLevel) -> bool:
-        if (portable and level.hopper) or (level.causal_alone and not is_causal):
-            return False
-        return level.per_block == per_block and obstacle(level, device, head_dim) is None
-
-    return max(number for number, level in BACKWARD_LEVELS.items() if fits(level))
-
-
 def check_lengths(level: ForwardLevel | BackwardLevel, lengths: Tensor | None) -> None:
     """Raise ValueError if a level gets lengths that it doesn't read."""
     if lengths is not None and (level.hopper is not None or not level.int8):
@@ -174,7 +153,7 @@ def prepare_forward(
             raise ValueError(f"prologue: expected none for forward level {level}, which reads 16-bit queries, got one")
         return ForwardInputs(query, key, value, None, None, None)
     k_mean = key_mean(key, prologue, start, lengths) if smooth_k else None
-    v_mean = value_mean(value, start, lengths) if unbiased else None
+    v_mean = key_mean(value, NO_PROLOGUE, start, lengths) if unbiased else None
     hats = quantize_inputs(
         query,
         key,

@@ -20,16 +20,18 @@ from torch import Tensor
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.operations import register
-from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
+from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, empty_copies, padded_length
 from sage_kernels.common.recording import recorded
 from sage_kernels.sagebwd.ladder import (
-    best_backward_level,
-    best_forward_level,
+    BACKWARD_LEVELS,
+    FORWARD_LEVELS,
+    BackwardLevel,
     prepare_backward,
     prepare_forward,
     run_backward,
     run_forward,
 )
+from sage_kernels.sagebwd.ladder import obstacle as level_obstacle
 from sage_kernels.sagebwd.prologue import NO_PROLOGUE, run_rotate_back
 from sage_ref.derivatives import gradients_once
 from sage_ref.prologue import Prologue
@@ -40,10 +42,6 @@ MAX_HEADS = 65535  # of one launch: the second axis of a CUDA grid
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def is_too_old(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
-
-
 def obstacle(query: Tensor, smooth_q: bool) -> str | None:
     """Return why these kernels cannot take this call, or None if they can."""
     dtypes = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
@@ -51,7 +49,8 @@ def obstacle(query: Tensor, smooth_q: bool) -> str | None:
         return f"the kernels need a CUDA tensor (or TRITON_INTERPRET=1), and query is on {query.device}"
     if torch.version.hip:  # its cards call themselves "cuda" and have capabilities of their own
         return "the kernels need an NVIDIA GPU, and this PyTorch is for AMD's"
-    if not torch.compiler.is_compiling() and is_too_old(query.device):
+    is_known = query.device.type == "cuda" and not torch.compiler.is_compiling()
+    if is_known and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the kernels need a GPU of compute capability 8.0 or later"
     if query.dtype not in dtypes:
         return f"the kernels need dtype {' or '.join(map(str, dtypes))}, and query has {query.dtype}"
@@ -81,16 +80,24 @@ def pays_from(device: torch.device, head_dim: int, is_causal: bool) -> int:
 
 
 def forward_level(device: torch.device, head_dim: int, lengths: Tensor | None = None) -> int:
-    """Return the forward level that runs there."""
-    return best_forward_level(device, head_dim, portable=lengths is not None)
+    """Return the last forward level that can run there; with lengths, of those that aren't Hopper's alone."""
+    return max(
+        number for number, level in FORWARD_LEVELS.items()
+        if not (lengths is not None and level.hopper) and level_obstacle(level, device, head_dim) is None
+    )  # fmt: skip
 
 
 def backward_level(
     device: torch.device, head_dim: int, is_causal: bool, granularity: str = "row", lengths: Tensor | None = None
 ) -> int:
-    """Return the backward level with these scales of P and dS that runs there."""
-    options = {"per_block": granularity == "block", "portable": lengths is not None}
-    return best_backward_level(device, head_dim, is_causal, **options)
+    """Return the backward level with these scales of P and dS that runs there by itself."""
+
+    def fits(level: BackwardLevel) -> bool:
+        if (lengths is not None and level.hopper) or (level.causal_alone and not is_causal):
+            return False
+        return level.per_block == (granularity == "block") and level_obstacle(level, device, head_dim) is None
+
+    return max(number for number, level in BACKWARD_LEVELS.items() if fits(level))
 
 
 def forward(
@@ -141,15 +148,9 @@ def fake_forward(
     unbiased=False, lengths=None,
 ):  # fmt: skip
     """Return tensors like those of `forward`, without their values: for torch.compile."""
-
-    def scales(x):
-        return x.new_empty(*x.shape[:2], padded_length(x.shape[2]) // SCALE_BLOCK, dtype=torch.float32)
-
-    def values(x):
-        return x.new_empty(*x.shape[:2], padded_length(x.shape[2]), padded_head_dim(x.shape[3]), dtype=torch.int8)
-
     log_sum_exp = query.new_empty(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
-    hats = values(query), scales(query), values(key), scales(key), scales(value)
+    q_hat, k_hat, v_hat = (empty_copies(x, SCALE_BLOCK) for x in (query, key, value))
+    hats = q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_hat.scale
     return empty_in_layout_of(query), log_sum_exp, *hats
 
 

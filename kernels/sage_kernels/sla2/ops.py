@@ -17,7 +17,7 @@ from sage_kernels import hopper
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of
 from sage_kernels.common.operations import register
-from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
+from sage_kernels.common.quantize import Quantized, empty_copies, padded_head_dim, padded_length
 from sage_kernels.common.recording import recorded
 from sage_kernels.sagebwd import ops
 from sage_kernels.sla2.backward.program import BackwardInputs
@@ -118,16 +118,10 @@ def fake_forward(query, key, value, alpha, block_mask, proj_q, proj_k, count, qu
     chosen = [] if given else [mask]
     smoothed = [query.new_empty(batch, key.shape[1], head_dim, dtype=torch.float32)] if quantize else []
     if matched:
-        smoothed = [*fake_copy(query, MASK_BLOCK_Q), *fake_copy(key, MASK_BLOCK_KV)]
+        q_hat, k_hat = empty_copies(query, MASK_BLOCK_Q), empty_copies(key, MASK_BLOCK_KV)
+        smoothed = [q_hat.values, q_hat.scale, k_hat.values, k_hat.scale]
     lists = entries, counts, empty_complement(mask)
     return [output, query.new_empty(query.shape), log_sum_exp, sums, *lists, *chosen, *smoothed]
-
-
-def fake_copy(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Return tensors like an INT8 copy of x and its scales, without their values."""
-    batch, heads, n, head_dim = x.shape
-    values = x.new_empty(batch, heads, padded_length(n), padded_head_dim(head_dim), dtype=torch.int8)
-    return values, x.new_empty(batch, heads, padded_length(n) // block, dtype=torch.float32)
 
 
 def backward(

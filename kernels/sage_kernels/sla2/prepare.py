@@ -123,8 +123,8 @@ def read_blocks(
     if means:
         q_bar = query.new_empty(batch, heads, block_count(n_q, MASK_BLOCK_Q), head_dim, dtype=torch.float32)
     if int8:
-        q_hat = empty_copies(query, MASK_BLOCK_Q, values=True, transposed=False)
-        v_hat = empty_copies(value, MASK_BLOCK_KV, values=False, transposed=True)
+        q_hat = empty_copies(query, MASK_BLOCK_Q)
+        v_hat = empty_copies(value, MASK_BLOCK_KV, transposed=True)
     query_programs = batch * heads * (n_q_padded // MASK_BLOCK_Q) if int8 or means else 0
     arguments = (
         strided(query), strided(key), strided(value), q_bar,

@@ -189,7 +189,7 @@ def prepare(
     batch, heads, n_q, head_dim = grad_output.shape
     kv_heads, n_k_padded, dp = k_hat.values.shape[1:]
     n_q_padded = padded_length(n_q)
-    do_hat = empty_copies(grad_output, SCALE_BLOCK, values=False, transposed=True)
+    do_hat = empty_copies(grad_output, SCALE_BLOCK, transposed=True)
     q_hat_t, k_hat_t = (x.values.new_empty(*x.values.shape[:2], dp, x.values.shape[2]) for x in (q_hat, k_hat))
     marked, delta = torch.empty_like(q_hat.scale), torch.empty_like(log_sum_exp)
     units = None

@@ -15,7 +15,7 @@ from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import strided
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import Operand, head_of, load_tokens
-from sage_kernels.sagebwd.prologue import NO_PROLOGUE, Rotary, load_rotated
+from sage_kernels.sagebwd.prologue import Rotary, load_rotated
 from sage_ref.prologue import Prologue
 
 PARTS = 16  # of a sequence, at most
@@ -72,7 +72,8 @@ def key_mean_program(
 def key_mean(key: Tensor, prologue: Prologue, start: Start, lengths: Tensor | None = None) -> Tensor:
     """Return the mean over the tokens of key [B, Hkv, Nk, D], through the prologue: float32 [B, Hkv, D].
 
-    lengths: int32 [B], how many tokens of each sequence count. Up to LONGEST_ALIKE its bits don't depend on Nk.
+    The mean value likewise, with `NO_PROLOGUE`. lengths: int32 [B], how many tokens of each sequence count. Up to
+    LONGEST_ALIKE its bits don't depend on Nk.
     """
     batch, kv_heads, n_k, head_dim = key.shape
     steps = max(LEAST_STEPS, triton.cdiv(n_k, PARTS * STEP))
@@ -85,8 +86,3 @@ def key_mean(key: Tensor, prologue: Prologue, start: Start, lengths: Tensor | No
     start(key_sums_program, (heads * parts,), arguments, sizes | {"STEP": STEP}, {"num_warps": WARPS})
     start(key_mean_program, (heads,), (sums, mean, lengths, counted, n_k, parts), sizes | {"PARTS": PARTS}, {})
     return mean
-
-
-def value_mean(value: Tensor, start: Start, lengths: Tensor | None = None) -> Tensor:
-    """Return the mean over the tokens of value [B, Hkv, Nk, D]: float32 [B, Hkv, D]."""
-    return key_mean(value, NO_PROLOGUE, start, lengths)

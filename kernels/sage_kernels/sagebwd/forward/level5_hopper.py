@@ -256,11 +256,6 @@ def forward_hopper_program(
     )  # fmt: skip
 
 
-def kernels(head_dim: int) -> tuple[str, ...]:
-    """Return the programs that a head size takes: names in `LAUNCHES`."""
-    return ("forward",)
-
-
 def run_hopper_forward(
     inputs: ForwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -143,8 +143,8 @@ def quantize_inputs(
     """
     (heads, n_q, head_dim), (kv_heads, n_k) = query.shape[1:], key.shape[1:3]
     n_q_padded, n_k_padded = padded_length(n_q), padded_length(n_k)
-    q_hat, k_hat = (empty_copies(x, SCALE_BLOCK, values=True, transposed=False) for x in (query, key))
-    v_hat = empty_copies(value, SCALE_BLOCK, values=False, transposed=True) if with_values else None
+    q_hat, k_hat = (empty_copies(x, SCALE_BLOCK) for x in (query, key))
+    v_hat = empty_copies(value, SCALE_BLOCK, transposed=True) if with_values else None
     v_range = None if v_mean is None else torch.empty_like(v_hat.scale)
     query_programs, key_programs = (x.scale.numel() for x in (q_hat, k_hat))
     arguments = (
