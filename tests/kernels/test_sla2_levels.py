@@ -414,7 +414,7 @@ def short_pieces(monkeypatch):
 
 CASES_IN_PIECES = [(Case(260, 200, "popular", 48, 2, 1), LEVEL_INT8, 0)]
 if HOPPER_IS_HERE:
-    CASES_IN_PIECES.append((Case(520, 200, "popular", 40, 2, 1, matched=True), LEVEL_HOPPER, 1))
+    CASES_IN_PIECES.append((Case(520, 380, "popular", 40, 2, 1, matched=True), LEVEL_HOPPER, 1))
 
 
 @pytest.mark.usefixtures("short_pieces")
