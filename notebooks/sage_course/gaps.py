@@ -94,8 +94,8 @@ class Gap:
         """Run a function on a copy of a trial's inputs."""
         own = deepcopy(inputs)
         try:
-            with warnings.catch_warnings():  # Triton's interpreter warns; what overflows is wrong anyway
-                warnings.simplefilter("ignore", RuntimeWarning)
+            with warnings.catch_warnings():  # Triton's interpreter and `.T` warn; what overflows is wrong anyway
+                warnings.simplefilter("ignore")
                 result = self.run(function, *own)
         except (Exception, SystemExit) as error:
             result = raised(error, function)

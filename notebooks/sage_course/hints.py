@@ -251,7 +251,7 @@ def about_tensors(x: Tensor, y: Tensor) -> Fact:
     if (x.isnan() & ~y.isnan()).any():
         return Fact("NaN comes from 0 / 0 or inf - inf. Which divisor may be 0?")
     if (x.isinf() & ~y.isinf()).any():
-        return Fact("Infinity comes from a division by 0 or a large exponent.")
+        return Fact("Infinity comes from a division by 0, the logarithm of 0 or a large exponent.")
     if near(x, -y.double()):
         return Fact("The sign is wrong.", is_sure=True)
     if not y.is_floating_point() and (x.double() - y).abs().max() == 1:

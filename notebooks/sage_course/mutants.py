@@ -140,7 +140,9 @@ def rearranged(node: ast.AST) -> Iterator[Rule]:
     items = getattr(node, field, [])
     for i in range(1, len(items)):
         yield "order", changed(node, **{field: [*items[: i - 1], items[i], items[i - 1], *items[i + 1 :]]}), ""
-    if isinstance(inner := subject(node), ast.Call) and (innermost := subject(inner)):  # f(x).g(): f(x.g())
+    if isinstance(inner := subject(node), ast.BinOp) and is_method(node):  # (a * b).f(): a * b.f()
+        yield "brackets", changed(inner, right=applied(node, inner.right)), ""
+    if isinstance(inner, ast.Call) and (innermost := subject(inner)):  # f(x).g(): f(x.g())
         yield "order", applied(inner, applied(node, innermost)), ""
     for i, x in enumerate(node.args if isinstance(node, ast.Call) else []):
         if isinstance(x, ast.BinOp):  # f(a + b): f(a) + b, a + f(b), f(a) + f(b)

@@ -57,5 +57,14 @@ def test_a_small_change_is_recognised(edits, said):
     assert hint(*edits) == said
 
 
+def sums_of_products(a, b):
+    return (a * b).sum(-1, keepdim=True)
+
+
+def test_a_sum_that_takes_the_last_factor_alone_is_recognised():
+    gap = Gap(sums_of_products, lambda: [(torch.ones(2, 3), torch.ones(2, 3))])
+    assert hint(("(a * b)", "a * b"), gap=gap) == BRACKETS
+
+
 def test_what_no_small_change_explains_gets_none():
     assert hint(("p @ v / p.sum(-1, keepdim=True)", "p.cumsum(0)[:, :2]")) == "Not right yet: o = p.cumsum(0)[:, :2]"

@@ -114,10 +114,10 @@ def _columns() -> list[tuple]:
     return [(*psi(k), v, query_tiles, list(dq.split(TILE)), C)]  # dQ is not zero: other columns have added to it
 
 
-def _run_column(function: Callable, *inputs) -> tuple:
+def _run_column(function: Callable, *inputs) -> dict:
     """Return the function's result, and every dQ_i that it has added to."""
     dq_tiles = inputs[4]
-    return function(*inputs), dq_tiles
+    return {"dK_j and dV_j": function(*inputs), **{f"dQ_{i}": dq_i for i, dq_i in enumerate(dq_tiles)}}
 
 
 def _rows() -> list[tuple]:
