@@ -272,7 +272,7 @@ def test_stage_1_learns_by_equations_16_and_17_and_starts_from_the_mass_as_on_th
 
 
 OF_LENGTHS = [  # kv_heads, causal, granularity, smooth_k, unbiased
-    (2, True, "row", True, False), (1, False, "row", True, True), (1, True, "block", False, False),
+    (1, True, "row", True, True), (2, False, "block", False, False),
 ]  # fmt: skip
 
 
@@ -312,7 +312,7 @@ def test_sequences_of_several_lengths_have_the_bits_of_each_alone(
         assert all(x[i, :, n:].isnan().all() for x in found)  # not written
 
 
-@each_of(SAGEBWD[0], PROLOGUES[1], MASKED[0])
+@each_of(PROLOGUES[1], MASKED[0])
 def test_each_gradient_by_itself_of_a_sum(operation):
     """The gradient of O is one number, expanded; only what is asked for gets a gradient."""
     case = operation.tiny
@@ -440,7 +440,7 @@ def test_compiled_without_a_graph_break_at_any_length(compiler):
 
     assert all(agree(n) for n in (20, 130))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        assert all(agree(n) for n in (128, 150))
+        assert all(agree(n) for n in (40, 140))
 
 
 @every_compiler
@@ -488,7 +488,7 @@ def test_cuda_graph(operation):
 
 
 @EVERY_DTYPE
-@each_of(SAGEBWD[0], MASKED[1], ROUTED[0])
+@each_of(SAGEBWD[0], MASKED[1])
 def test_autocast(operation, dtype):
     """The kernels take float32 inputs cast to the autocast type, and gradients come back in float32.
 

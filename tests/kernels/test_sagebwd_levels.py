@@ -144,7 +144,7 @@ def test_a_level_that_rounds_to_nearest_alone_says_so(level):
         prepare_forward(query, key, value, level, scale=1.0, smooth_k=True, unbiased=True)
 
 
-OVERFLOWS = [*product((0, 1, 2, 3, 5), [64], [math.nan]), (3, 64, math.inf), (6, 128, math.nan), (6, 128, math.inf)]
+OVERFLOWS = [*product((0, 2, 3, 5), [64], [math.nan]), (3, 64, math.inf), (6, 128, math.nan)]
 
 
 @pytest.mark.parametrize(("level", "head_dim", "bad"), [x for x in OVERFLOWS if x[0] in BACKWARD])
@@ -167,7 +167,7 @@ def test_repeats_are_equal_bit_for_bit(level, head_dim, request):
     """
     if level not in BACKWARD or not (ON_GPU or is_hoppers("backward", level)):
         pytest.skip("no program that could differ")
-    case = SMALL._replace(head_dim=head_dim)
+    case = SMALL._replace(head_dim=head_dim, heads=1)
     if ON_GPU:
         request.getfixturevalue("large_memory")  # up to 15 GiB
         case = Case(2048, 2048, head_dim, 16, 4, True, torch.bfloat16, batch=4)
