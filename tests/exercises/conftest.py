@@ -12,7 +12,8 @@ SEEDS = (0, "hidden")
 
 @pytest.fixture(scope="session")
 def sandbox():
-    with Sandbox() as sandbox:
+    """A sandbox with time enough for a busy machine."""
+    with Sandbox(Limits(call_seconds=100, exercise_seconds=600)) as sandbox:
         yield sandbox
 
 

@@ -43,7 +43,7 @@ def with_edits(exercise, name):
 @pytest.fixture(scope="module")
 def patient():
     """A sandbox that gives an exercise as much more time as there are more seeds."""
-    with Sandbox(Limits(exercise_seconds=120.0 * len(SEEDS))) as sandbox:
+    with Sandbox(Limits(call_seconds=100, exercise_seconds=600.0 * len(SEEDS))) as sandbox:
         yield sandbox
 
 
