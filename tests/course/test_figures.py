@@ -48,7 +48,6 @@ FILMS = {
 DRAWINGS = {
     "memory": figures.memory_hierarchy,
     "precision": lambda: figures.precision_map(SageBwdSettings.printed(exact_matmuls=("S", "dP"))),
-    "precision by row": lambda: figures.precision_map(SageBwdSettings()),
     "owners": figures.owners,
     "sparse owners": lambda: figures.sparse_owners(MASK, rows=(0, 2), columns=(1, 6)),
     "sparse owner of nothing": lambda: figures.sparse_owners(torch.tensor([[True, False]]), rows=(), columns=(1,)),

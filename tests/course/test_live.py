@@ -56,6 +56,7 @@ def test_the_readers_function_draws_and_an_error_of_it_is_told_below_the_last_pi
 
 def test_what_is_drawn_beforehand_needs_no_kernel():
     assert live(draw, turn=range(1, 5))._repr_mimebundle_()["text/html"].count('<input type="range"') == 1
+    assert 'min="2" max="37" step="5"' in live(draw, turn=range(40)).beforehand()  # eight pictures, with the first one
     page = live(draw, words=str, turn=range(1, 5))._repr_mimebundle_()["text/html"]
     assert page.startswith('<figure style="margin: 0"><img alt="')
     assert "<input" not in page
