@@ -51,7 +51,6 @@ DRAWINGS = {
     "owners": figures.owners,
     "sparse owners": lambda: figures.sparse_owners(MASK, rows=(0, 2), columns=(1, 6)),
     "sparse owner of nothing": lambda: figures.sparse_owners(torch.tensor([[True, False]]), rows=(), columns=(1,)),
-    "sparse owners, large": lambda: figures.sparse_owners(torch.ones(6, 10).bool(), rows=(5,), columns=(9,)),
     "SLA2": lambda: figures.sla2_flow(MASK),
     "two warps": figures.two_warps_and_a_barrier,
 }

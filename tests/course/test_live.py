@@ -1,6 +1,5 @@
 """Figures that answer to the reader: each kind of control moves what the reader's own function draws."""
 
-import pytest
 from sage_course.figures import Board, live, panels
 
 
@@ -60,9 +59,3 @@ def test_what_is_drawn_beforehand_needs_no_kernel():
     page = live(draw, words=str, turn=range(1, 5))._repr_mimebundle_()["text/html"]
     assert page.startswith('<figure style="margin: 0"><img alt="')
     assert "<input" not in page
-
-
-@pytest.mark.parametrize(("choice", "expected"), [(range(3, 9), "a default among"), ({1: 2}, "a range, a list, bool")])
-def test_a_control_that_cannot_start_is_refused(choice, expected):
-    with pytest.raises(ValueError, match=f"turn: expected {expected}"):
-        live(draw, turn=choice)
