@@ -207,6 +207,15 @@ def test_queries_that_nobody_judges_have_no_gradient():
     assert torch.equal(problem.judged_grad_output[:, :, :2048], problem.grad_output[:, :, :2048])
 
 
+def test_of_a_skewed_mask_every_query_selects_the_first_block():
+    random, skewed = (
+        MaskedProblem(Shape(1, 2, 2, 8192, 64), 0.97, mask, CPU).peer_mask for mask in ("random", "skewed")
+    )
+    assert random.sum(-1).unique().tolist() == skewed.sum(-1).unique().tolist() == [2]
+    assert skewed[..., 0].all()
+    assert random[..., 0].float().mean() < 0.2
+
+
 def test_int8_pays_from_where_no_longer_length_costs_more_than_a_twentieth():
     where = dict.fromkeys(("heads", "kv_heads"), 16) | {"protocol": "paired", "layout": "bhnd", "scope": "autograd"}
     where |= {"direction": "fwd+bwd", "cuda_graph": False, "mask": None, "head_dim": 128}

@@ -31,6 +31,14 @@ def test_the_error_is_that_of_sla2_with_its_hard_mask_on_the_chosen_queries():
     assert_close(stage1_error(core, q, k, v, o, torch.tensor([3, 0])), expected, rtol=0.02, atol=0)
 
 
+def test_passes_of_any_size_are_the_same_step():
+    one, two = training(micro_batch_size=1), training(micro_batch_size=2)
+    assert (len(one.passes()), len(two.passes())) == (2, 1)
+    assert one.advance() == pytest.approx(two.advance(), rel=1e-5)
+    for x, y in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
 def test_stage_1_lowers_the_error_and_changes_nothing_but_cores():
     stage1 = training()
     before = {name: x.clone() for name, x in stage1.watched.state_dict().items()}
