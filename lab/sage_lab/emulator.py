@@ -323,7 +323,7 @@ class Machine:
         barrier.bytes += size
         self.arrive(barrier, 1)
 
-    def arrive(self, barrier, count):
+    def arrive(self, barrier, count=1):  # as Hopper's mbarrier.arrive
         assert barrier.pending >= count, "more arrivals than the phase has"
         barrier.pending -= count
         barrier.settle()
