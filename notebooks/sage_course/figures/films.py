@@ -40,13 +40,13 @@ IDEAS = {
         "all exponentials grow by one factor, and the softmax stays. When one key alone gets more, the softmax moves.",
     ),
     "delta": Idea(
-        "delta is where a row of dP balances, with the probabilities as weights",
+        "A row of dP as a beam, with the probabilities as weights",
         "a disc: a key at its dP, its area is P; triangle: the point x on which the beam rests",
         "Five discs on a beam, at their dP and with their probability as weight. The beam tips until it rests on "
         "delta, the weighted mean. There the moments P times (dP minus delta), which are dS, add up to zero.",
     ),
     "scales": Idea(
-        "A scale may vary along the rows and columns of the result, not along the sum",
+        "One entry of a product of integers, with two kinds of scales",
         "one colour, one scale; outlined: the factors that are multiplied in this turn",
         "One entry of a product of integers, added up term by term. With a scale per row and per column, all terms "
         "share two scales, which wait until the end. With a scale per index of the sum, each term needs its own.",
