@@ -34,10 +34,6 @@ def sparse_tile(q_i, k_tiles, v_tiles, selected, c):
     return o / l, m + torch.log(l)
 
 
-def mass_held(l_selected, l_all):
-    return torch.exp(l_selected - l_all)
-
-
 def key_tile_sums(k_j, v_j):
     phi_k = torch.softmax(k_j, -1)
     return phi_k.mT @ v_j, phi_k.sum(0)
@@ -87,22 +83,12 @@ def _tiles() -> list[tuple]:
     return [(q_i, *tiles, torch.tensor([1, 3, 5]), 0.25), (q_i, *tiles, torch.tensor([4]), 0.25)]
 
 
-def _log_sums() -> list[tuple]:
-    l_all, share = torch.tensor([[2.0], [-1.0], [120.0]]), torch.tensor([[0.5], [0.25], [0.9]])
-    return [(l_all + share.log(), l_all)]
-
-
 def _masks_and_sums() -> list[tuple]:
     scores, h, z = _draw(4, (3, 6), (6, 4, 4), (6, 4))
     scores[:, 0] = 9  # a block that every row selects
     mask, huge = top_k_mask(scores, 2), h.float()
     huge[0] *= 1e6  # a sum over all blocks loses the digits of the others
     return [(mask, h, z.exp()), (mask, huge, z.exp().float())]
-
-
-def _query_tile() -> list[tuple]:
-    q_i, k, v = _draw(5, (BLOCK_Q, 4), (BLOCK_KV, 4), (BLOCK_KV, 4))
-    return [(q_i, *key_tile_sums(k, v))]
 
 
 def _one_head() -> list[tuple]:
@@ -117,10 +103,8 @@ GAPS = with_mistakes(
         "block_scores": Gap(block_scores, _queries_and_keys),
         "top_k_mask": Gap(top_k_mask, _scores),
         "sparse_tile": Gap(sparse_tile, _tiles),
-        "mass_held": Gap(mass_held, _log_sums),
         "key_tile_sums": Gap(key_tile_sums, lambda: [tuple(_draw(3, (BLOCK_KV, 4), (BLOCK_KV, 4)))]),
         "complement_sums": Gap(complement_sums, _masks_and_sums),
-        "linear_tile": Gap(linear_tile, _query_tile),
         "sparse_linear_head": Gap(sparse_linear_head, _one_head),
     },
 )
