@@ -86,17 +86,6 @@ def sparse(
 
 
 @triton.jit
-def key_sums(k_ptr, v_ptr, sums_ptr, n, D: tl.constexpr, BLOCK_KV: tl.constexpr):
-    j, d = tl.program_id(0), tl.arange(0, D)
-    key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
-    k_j, v_j = load_rows(k_ptr, key, n, D).to(tl.float32), load_rows(v_ptr, key, n, D).to(tl.float32)
-    phi_k = tl.where(key[:, None] < n, softmax_features(k_j, D, D), 0.0)
-    row_ptr = sums_ptr + j * D * (D + 1)
-    tl.store(row_ptr + d[:, None] * D + d[None, :], tl.dot(tl.trans(phi_k), v_j))
-    tl.store(row_ptr + D * D + d, tl.sum(phi_k, 0))
-
-
-@triton.jit
 def mixed_output(o_s, q_i, h_i, z_i, alpha_i, D: tl.constexpr):
     phi_q = softmax_features(q_i.to(tl.float32), D, D)
     o_l = tl.dot(phi_q, h_i) / tl.sum(phi_q * z_i[None, :], 1)[:, None]
@@ -252,7 +241,6 @@ GAPS = with_mistakes(
     {
         "list_row": Gap(list_row, _masks, run=run_list_row),
         "sparse": Gap(sparse, _listed, run=run_sparse),
-        "key_sums": Gap(key_sums, lambda: [tuple(_head(3)[1:])], run=run_key_sums),
         "mixed_output": Gap(mixed_output, _to_mix, run=run_mixed),
         "bytes_read": Gap(bytes_read, lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)]),
         "sparse_dk_dv": Gap(sparse_dk_dv, _backward, run=run_dk_dv),
