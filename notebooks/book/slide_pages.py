@@ -31,6 +31,8 @@ PAGE = """<!doctype html>
   img {{ max-width: 100%; max-height: 72vh; object-fit: contain; align-self: center; }}
   figcaption {{ font-size: 1rem; color: #555; margin-top: 2vh; }}
   figure {{ margin: 0; display: flex; flex-direction: column; }}
+  mjx-container, table {{ max-width: 100%; overflow-x: auto; overflow-y: hidden; }}
+  mjx-assistive-mml {{ max-width: 1px; }}
   .ask {{ border-left: .3rem solid #c60; padding-left: 1.5rem; }}
   @page {{ size: landscape; margin: 1cm; }}
 </style></head><body>

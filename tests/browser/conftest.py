@@ -9,7 +9,7 @@ CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = ["--no-sandbox", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop, while it runs, lets no test in this process have one of its own
 def page_at():
     """page_at(address) -> an empty page, and a list of what goes wrong on it, requests to different hosts included."""
     reason = "needs the extras book and browser: make .venv/book"
