@@ -123,7 +123,7 @@ grade 01 --all
 grade 01 --submission ''
 grade 01 --submission /misspelt
 grade 01 --class ''
-grade 01 --class .
+grade 01 --class . --trust
 grade 01 --json ''
 grade 01 --json /dev/null
 grade 01 --json .
