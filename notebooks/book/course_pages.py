@@ -214,7 +214,7 @@ class Way(SphinxDirective):
 
 
 class Misconceptions(SphinxDirective):
-    """What readers get wrong, from the mistakes that notebooks recognise: one line a hint, with one example."""
+    """List of what readers get wrong, from the mistakes that notebooks recognise: a line a hint, with one example."""
 
     def run(self) -> list[nodes.Node]:
         found = []

@@ -50,7 +50,7 @@ class Remedied(NamedTuple):
 
 
 class Training(NamedTuple):
-    """What the arms of a comparison share."""
+    """Facts that the arms of a comparison share."""
 
     qk_norm: bool
     learning_rate: float
