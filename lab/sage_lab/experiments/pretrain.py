@@ -237,8 +237,9 @@ def recorded(path: Path | None, arguments: dict[PretrainRun, Row]) -> dict[Pretr
     if path is None or not path.exists():
         return {}
     found = {PretrainRun.of_row(row): row for row in read_record(path).rows}
-    for run in found.keys() & arguments.keys():
-        if {"same_batch": False} | found[run]["arguments"] != arguments[run]:  # an option that older records lack
+    for run, asked in arguments.items():
+        # Older records lack an option.
+        if run in found and {"same_batch": False} | found[run]["arguments"] != asked:
             raise ValueError(f"json: expected a file whose {run.name} was made with the same arguments, got {path}")
     return found
 
