@@ -1,4 +1,4 @@
-"""Notebook 12: SLA2 in Triton: lists of blocks, the loop over a list, the linear branch, the mix, dK and dV.
+"""Notebook 12: SLA2 in Triton: lists of blocks, the loop over a list, dK and dV.
 
 One head, [N, D] in memory. The last block of queries and of keys may be partial. L = m + log2(l).
 Needs Triton, and `teaching.triton_device()` before it is imported.
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from sage_kernels.common.device import triton_device
-from sage_kernels.common.tiles import LOG2_E, softmax_features
+from sage_kernels.common.tiles import LOG2_E
 from torch import Tensor
 
 from sage_course.gaps import Gap
@@ -83,13 +83,6 @@ def sparse(
         m, l, o_i = key_tile(m, l, o_i, q_i, j, k_ptr, v_ptr, n, c, D, BLOCK_KV)
     store_rows(o_ptr, o_i / l[:, None], query, n, D)
     tl.store(l_ptr + query, m + tl.math.log2(l), mask=query < n)
-
-
-@triton.jit
-def mixed_output(o_s, q_i, h_i, z_i, alpha_i, D: tl.constexpr):
-    phi_q = softmax_features(q_i.to(tl.float32), D, D)
-    o_l = tl.dot(phi_q, h_i) / tl.sum(phi_q * z_i[None, :], 1)[:, None]
-    return alpha_i * o_s + (1 - alpha_i) * o_l
 
 
 def bytes_read(selected, unselected, block_q, block_kv, d):
@@ -222,12 +215,6 @@ def _listed() -> list[tuple]:
     return [(*_head(3), table, count)]
 
 
-def _to_mix() -> list[tuple]:
-    q, o_s = _head(2)
-    sums = torch.rand(2, 16 * 17, generator=torch.Generator().manual_seed(1))
-    return [(q, o_s, torch.tensor([0.3, 0.8]), sums)]
-
-
 def _backward() -> list[tuple]:
     q, k, v, do = _head()
     log_sum_exp = torch.logsumexp(q.float() @ k.float().mT / 4, -1) / math.log(2)
@@ -241,7 +228,6 @@ GAPS = with_mistakes(
     {
         "list_row": Gap(list_row, _masks, run=run_list_row),
         "sparse": Gap(sparse, _listed, run=run_sparse),
-        "mixed_output": Gap(mixed_output, _to_mix, run=run_mixed),
         "bytes_read": Gap(bytes_read, lambda: [(15, 497, 128, 64, 128), (2, 6, 32, 16, 32)]),
         "sparse_dk_dv": Gap(sparse_dk_dv, _backward, run=run_dk_dv),
     },
