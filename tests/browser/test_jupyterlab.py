@@ -58,7 +58,7 @@ def lab(page_at, tmp_path_factory):
         yield address
     finally:
         server.terminate()
-        server.wait(timeout=20)
+        server.wait(timeout=120)
 
 
 def wait_for(address, server):

@@ -82,7 +82,7 @@ def test_provenance_says_what_measured_and_when(monkeypatch):
     assert set(facts) == {"gpu", "driver", "cpu", "python", "torch", "triton", "commit", "date", "command"}
     assert (facts["torch"], facts["triton"], facts["commit"]) == (torch.__version__, "0.1.2", "0123456789abcdef")
     assert (facts["gpu"] is None) == (not torch.cuda.is_available())
-    assert abs((datetime.now(UTC) - datetime.fromisoformat(facts["date"])).total_seconds()) < 5
+    assert abs((datetime.now(UTC) - datetime.fromisoformat(facts["date"])).total_seconds()) < 60
 
 
 def test_a_caption_names_all_devices_and_says_when_a_record_is_archived():
