@@ -3,12 +3,12 @@
 import contextlib
 import multiprocessing
 import os
-import socket
 import tempfile
 from multiprocessing import util
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # The last two are what a first step of training imports.
@@ -24,11 +24,9 @@ tempfile.tempdir = of_the_run
 
 def run_together(folder, target, *arguments, count=2):
     """target(*arguments) in `count` processes that find each other as torchrun's do; what they print."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # here, it outlives who ends first
     outputs = [folder / f"rank{rank}.txt" for rank in range(count)]
-    places = [(count, rank, port, output, target, arguments) for rank, output in enumerate(outputs)]
+    places = [(count, rank, store.port, output, target, arguments) for rank, output in enumerate(outputs)]
     started = [CONTEXT.Process(target=as_one_of, args=place) for place in places]
     for process in started:
         process.start()
@@ -46,6 +44,7 @@ def as_one_of(count, rank, port, output, target, arguments):
     """What torchrun does for a process, as far as torch.distributed reads it."""
     torch.set_num_threads(1)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+    places |= {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
     os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with output.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
