@@ -20,6 +20,7 @@ from sage_lab.command_line import (
 from sage_lab.files import write_file
 
 from exercises import ROOT, exercise_names
+from exercises.variants import replacements
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     command = commands.add_parser("stubs", help="make each exercise.py that isn't there")
     command.add_argument("--table", action="store_true", help="write the table in README.md instead")
-    command.set_defaults(run=make_stubs)
+    add_variant(command)
+    command.set_defaults(run=make_stubs, names=[])
 
     command = commands.add_parser("grade", help="grade what is written in exercise.py")
     command.add_argument("names", nargs="*", type=exercise, metavar="NAME", help="01_block_quantizer or 01")
@@ -41,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--seed", type=int, help="repeat a grading: draws the hidden inputs from this number")
     command.add_argument("--workers", type=positive, default=2, help="students graded at a time (default: 2)")
     command.add_argument("--trust", action="store_true", help="grade other people's files without bubblewrap's walls")
+    add_variant(command)
     command.set_defaults(run=grade)
 
     if (ROOT / "checking.py").is_file():  # not in a package, which has nothing to check or to pack
@@ -57,6 +60,7 @@ def add_instructors_commands(commands) -> None:
     command = commands.add_parser("check", help="prove that masters pass, stubs fail, mistakes meet their hint")
     command.add_argument("names", nargs="*", type=exercise, metavar="NAME", help="exercises (default: all)")
     command.add_argument("--seeds", type=positive, default=1, help="seeds that each mistake is made on (default: 1)")
+    add_variant(command)
     command.set_defaults(run=check)
 
     command = commands.add_parser("package", help="write autograder.zip and student.zip for Gradescope")
@@ -65,7 +69,20 @@ def add_instructors_commands(commands) -> None:
     seeds = command.add_mutually_exclusive_group()
     seeds.add_argument("--seeds", type=input_file, metavar="FILE", help="hidden_seeds.json of an earlier package")
     seeds.add_argument("--visible", action="store_true", help="no hidden inputs: it needs no bubblewrap")
+    add_variant(command)
     command.set_defaults(run=package)
+
+
+def add_variant(command) -> None:
+    command.add_argument("--variant", type=int, choices=(1, 2), default=1, help="of the exercises (default: 1)")
+
+
+def names_of(options) -> list[str]:
+    """Return the exercises that a command is about. ValueError if one of them has no such variant."""
+    names = options.names or exercise_names()
+    for name in names if options.variant != 1 else ():
+        replacements(name)
+    return names
 
 
 def exercise(text: str) -> str:
@@ -89,7 +106,7 @@ def make_stubs(options, parser) -> int:
     if options.table:
         write_file(ROOT / "README.md", imported("exercises.checking").page())
         return DONE
-    for path in stubs.write():
+    for path in stubs.write(names_of(options), options.variant):
         print(f"wrote {path.relative_to(ROOT)}")
     return DONE
 
@@ -99,17 +116,19 @@ def grade(options, parser) -> int:
     if bool(options.names) == options.all:
         parser.error("grade: expected exercises or --all")
     grading, handing_in, isolation, stubs = map(imported, MODULES)
-    names, of_others = options.names or exercise_names(), options.submission or options.students
+    names, of_others = names_of(options), options.submission or options.students
     if of_others and (options.all or options.students) and not options.trust and not isolation.have_walls():
         parser.error(f"grade: {isolation.OPEN} --trust does it all the same")
     if options.students:
         return grade_students(options, parser, names)
     if options.submission is None:
-        stubs.write()
+        stubs.write(names, options.variant)
     seeds, results = handing_in.seeds_of_grading(options.seed), []
     with isolation.Sandbox() as sandbox:
         for name in names:
-            result = grading.grade_folder(options.submission or ROOT, name, seeds, sandbox, alone=len(names) == 1)
+            result = grading.grade_folder(
+                options.submission or ROOT, name, seeds, sandbox, alone=len(names) == 1, variant=options.variant
+            )
             results.append(result)
             if options.json:
                 write_file(options.json, json.dumps([result.as_json() for result in results], indent=1) + "\n")
@@ -134,7 +153,7 @@ def grade_students(options, parser, names: list[str]) -> int:
     if options.json is None:
         parser.error("grade: expected --json FILE beside --class: the report, from which a second start goes on")
     students = classes.students_of(options.students)
-    report = classes.read_report(options.json, names, options.seed)
+    report = classes.read_report(options.json, names, options.seed, options.variant)
     for name, result in classes.grade_class(students, report, options.workers):
         report["students"][name] = result
         handing_in.write_private(options.json, json.dumps(report, indent=1) + "\n")
@@ -147,7 +166,7 @@ def grade_students(options, parser, names: list[str]) -> int:
 
 def check(options, parser) -> int:
     sound = True
-    for line in imported("exercises.checking").check(options.names or exercise_names(), options.seeds):
+    for line in imported("exercises.checking").check(names_of(options), options.seeds, options.variant):
         print(line, flush=True)
         sound &= "PROBLEM" not in line
     return DONE if sound else FAILED
@@ -157,7 +176,7 @@ def package(options, parser) -> int:
     gradescope, handing_in = map(imported, ("exercises.gradescope", "exercises.handing_in"))
     seeds = handing_in.fresh_seeds() if options.seeds is None else handing_in.read_seeds(options.seeds)
     seeds = [] if options.visible else seeds
-    for path in gradescope.package(options.folder, options.names or exercise_names(), seeds):
+    for path in gradescope.package(options.folder, names_of(options), seeds, options.variant):
         print(f"wrote {path}")
     return DONE
 

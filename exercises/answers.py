@@ -27,6 +27,7 @@ from exercises.isolation import IMPORTING, Failure, Outcome, SandboxError
 from exercises.perform import perform
 from exercises.stubs import stub_of
 from exercises.task import NO_LAUNCH, Call, Draw, Test, agreement
+from exercises.variants import read_text
 from exercises.worker import TEXT_LIMIT, define
 
 FEEDBACK_LIMIT = 500  # characters of one test's feedback
@@ -45,15 +46,19 @@ HINTS = {
 class Exercise:
     """One exercise: its tests, and what the master gives, perhaps with mistakes made."""
 
-    def __init__(self, name: str):
-        self.name = name
+    def __init__(self, name: str, variant: int = 1):
+        self.name, self.variant = name, variant
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
-        self.master = read_source(name, "master")
-        task = define(f"task_{name}", read_source(name, "task").encode(), f"{name}/task.py").task
+        self.master = read_source(name, "master", variant)
+        task = define(f"task_{name}", read_source(name, "task", variant).encode(), f"{name}/task.py").task
         self.tests, self.mistakes, self.triton = tuple(task.tests), task.mistakes, task.triton
         self.capstone = task.capstone
         self.stub = stub_of(self.master, f"{name}/master.py")[0]
+
+    @property
+    def title(self) -> str:
+        return self.name if self.variant == 1 else f"{self.name}, variant {self.variant}"
 
     @property
     def points(self) -> float:
@@ -108,11 +113,10 @@ class Exercise:
 load_exercise = functools.cache(Exercise)  # a class is graded with what the master has given once
 
 
-def read_source(name: str, file: str) -> str:
+def read_source(name: str, file: str, variant: int = 1) -> str:
     """Return an exercise's master or task. Students have it packed, so that nobody reads it by accident."""
-    plain = ROOT / name / f"{file}.py"
-    packed = plain.with_suffix(".z")
-    return (zlib.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()).decode()
+    packed = ROOT / name / f"{file}.z"
+    return zlib.decompress(packed.read_bytes()).decode() if packed.exists() else read_text(name, f"{file}.py", variant)
 
 
 def make(function: Any, call: Call) -> Outcome:

@@ -16,29 +16,33 @@ from exercises.grading import grade, table
 from exercises.handing_in import VISIBLE_SEED
 from exercises.isolation import Failure, Outcome, Sandbox
 from exercises.task import Call
+from exercises.variants import read_text
 
 SEEDS = (VISIBLE_SEED, "check")
 
 
-def check(names: list[str], seeds: int = 1) -> Iterator[str]:
+def check(names: list[str], seeds: int = 1, variant: int = 1) -> Iterator[str]:
     """Yield a line for each exercise, and one for each problem."""
     with Sandbox() as sandbox:
         for name in names:
-            start, problems = time.monotonic(), check_exercise(name, sandbox, seeds)
+            start, problems = time.monotonic(), check_exercise(name, sandbox, seeds, variant)
             yield f"{name}: {len(problems)} problems, {time.monotonic() - start:.1f} s"
             yield from (f"  PROBLEM: {problem}" for problem in problems)
 
 
-def check_exercise(name: str, sandbox: Sandbox, seeds: int = 1, *, all_mistakes: bool = True) -> list[str]:
+def check_exercise(
+    name: str, sandbox: Sandbox, seeds: int = 1, variant: int = 1, *, all_mistakes: bool = True
+) -> list[str]:
     """Return what is wrong with one exercise.
 
     Args:
         name: The exercise.
         sandbox: Where the master and the stub are graded.
         seeds: How many seeds each mistake is made on.
+        variant: Which variant. If it isn't the first, the first one's master may earn half of the points at most.
         all_mistakes: Whether each mistake of a capstone is made, which takes minutes, or the first of each milestone.
     """
-    exercise = load_exercise(name)
+    exercise = load_exercise(name, variant)
     stub, solution = stubs.stub_of(exercise.master, f"{name}/master.py")
     problems = [f"the stub holds a line of the solution: {line.strip()}" for line in stubs.leaked(stub, solution)]
     result = grade(exercise, exercise.master.encode(), SEEDS, sandbox)
@@ -47,6 +51,10 @@ def check_exercise(name: str, sandbox: Sandbox, seeds: int = 1, *, all_mistakes:
     result = grade(exercise, stub.encode(), SEEDS, sandbox)
     if result.score != 0 or not any("not written yet" in test.feedback for test in result.tests):
         problems.append(f"the stub should earn 0 and say what is not written yet:\n{table(result)}")
+    if variant != 1:
+        result = grade(exercise, load_exercise(name).master.encode(), SEEDS, sandbox)
+        if result.score > exercise.points / 2:
+            problems.append(f"the first variant's master earns more than half of the points:\n{table(result)}")
     mistakes = mistakes_of(exercise)
     if not all_mistakes and exercise.capstone:
         mistakes = list({mistake.test: mistake for mistake in reversed(mistakes)}.values())
@@ -62,7 +70,7 @@ def mistakes_of(exercise: Exercise) -> Sequence[Mistake]:
     """Return an exercise's mistakes. Those of a capstone lie in a file of their own: its grading needs none of them."""
     if not exercise.capstone:
         return exercise.mistakes
-    milestones = tomllib.loads((ROOT / exercise.name / "mistakes.toml").read_text(encoding="utf-8"))
+    milestones = tomllib.loads(read_text(exercise.name, "mistakes.toml", exercise.variant))
     mistakes = []
     for milestone, wrong in milestones.items():
         for facts in wrong:
@@ -72,11 +80,10 @@ def mistakes_of(exercise: Exercise) -> Sequence[Mistake]:
     return mistakes
 
 
-def outcomes_with(exercise: Exercise, mistake: Mistake, calls: Sequence[Call]) -> Iterator[Outcome | Failure]:
-    """Yield what the master with a mistake gives in each call, as a submission's process does."""
-    functions = exercise.functions((mistake,))
+def outcomes_of(functions: dict[str, Any], calls: Sequence[Call]) -> Iterator[Outcome | Failure]:
+    """Yield what our own functions give in each call, as a submission's process does."""
     for call in calls:
-        outcome = attempt(functions[call.function], call)
+        outcome = attempt(functions.get(call.function), call)
         yield Failure("raised an error", outcome, outcome) if isinstance(outcome, Error) else outcome
 
 
@@ -87,7 +94,7 @@ def judged(exercise: Exercise, mistake: Mistake, seed: Any) -> tuple[str, str]:
         if mistake.test not in ("", test.name):
             continue
         try:
-            result = judge.judge(test, seed, outcomes_with(exercise, mistake, exercise.calls(test, seed)))
+            result = judge.judge(test, seed, outcomes_of(exercise.functions((mistake,)), exercise.calls(test, seed)))
         except (ValueError, SyntaxError) as error:
             return mistake.hint, str(error)
         if result.status == "failed":

@@ -26,13 +26,14 @@ def students_of(folder: Path) -> dict[str, Path]:
     return found
 
 
-def read_report(path: Path, names: list[str], seed: int | None) -> dict[str, Any]:
+def read_report(path: Path, names: list[str], seed: int | None, variant: int = 1) -> dict[str, Any]:
     """Return the report that was begun, or a new one with seeds of its own. ValueError if it is another report."""
     if not path.exists():
-        return {"exercises": names, "seeds": seeds_of_grading(seed), "students": {}}
+        return {"exercises": names, "variant": variant, "seeds": seeds_of_grading(seed), "students": {}}
     try:
         report = json.loads(path.read_bytes())
-        begun = report["exercises"] == names and all("score" in x for x in report["students"].values())
+        begun = (report["exercises"], report.get("variant", 1)) == (names, variant)
+        begun &= all("score" in x for x in report["students"].values())
         seeds = report["seeds"]
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         begun = False
@@ -47,7 +48,7 @@ def grade_class(students: dict[str, Path], report: dict[str, Any], workers: int)
     context = multiprocessing.get_context("spawn")
     while attempts:
         with process_pool(workers, mp_context=context) as pool:
-            facts = report["exercises"], report["seeds"]
+            facts = report["exercises"], report["seeds"], report.get("variant", 1)
             waiting = {pool.submit(grade_student, students[name], *facts): name for name in attempts}
             for future in concurrent.futures.as_completed(waiting):
                 name = waiting[future]
@@ -62,7 +63,7 @@ def grade_class(students: dict[str, Path], report: dict[str, Any], workers: int)
                 yield name, result
 
 
-def grade_student(path: Path, names: list[str], seeds: list[Any]) -> dict[str, Any]:
+def grade_student(path: Path, names: list[str], seeds: list[Any], variant: int = 1) -> dict[str, Any]:
     """Return the result of one student; whatever goes wrong is in it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, Sandbox() as sandbox:
         error = ""
@@ -70,7 +71,8 @@ def grade_student(path: Path, names: list[str], seeds: list[Any]) -> dict[str, A
             if not path.is_dir():
                 unpack(path, Path(folder))
                 path = Path(folder)
-            results = [grade_folder(path, name, seeds, sandbox, alone=len(names) == 1) for name in names]
+            alone = len(names) == 1
+            results = [grade_folder(path, name, seeds, sandbox, alone=alone, variant=variant) for name in names]
         except Exception as problem:
             error, results = f"{type(problem).__name__}: {problem}", []
     score, most = (sum(getattr(x, field) or 0 for x in results) for field in ("score", "max_score"))

@@ -22,6 +22,7 @@ from exercises.answers import Exercise
 from exercises.grading import ExerciseResult, grade_folder, table
 from exercises.handing_in import NO_HIDDEN, read_file, seeds_of_grading, write_private
 from exercises.isolation import Sandbox
+from exercises.variants import read_text
 
 REPOSITORY = ROOT.parent
 ENGINE = [f"exercises/{x.name}" for x in ROOT.glob("*.py") if x.stem not in ("gradescope", "checking", "classes")]
@@ -140,28 +141,30 @@ def read_weights(path: Path, names: list[str]) -> dict[str, float]:
     return weights
 
 
-def package(folder: Path, names: list[str], seeds: list[str]) -> list[Path]:
+def package(folder: Path, names: list[str], seeds: list[str], variant: int = 1) -> list[Path]:
     """Write autograder.zip, student.zip and hidden_seeds.json to a folder; the same input gives the same bytes.
 
-    Students get stubs, and masters and tasks packed, so that nobody reads them by accident.
+    Students get stubs, and masters and tasks packed, so that nobody reads them by accident. A package has one variant,
+    and knows nothing of others.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    exercises = {name: Exercise(name) for name in names}
+    exercises = {name: Exercise(name, variant) for name in names}
+    text = lambda name, file: read_text(name, file, variant).encode()  # noqa: E731
     engine = {name: (REPOSITORY / name).read_bytes() for name in ENGINE}
     engine |= {path.partition("/")[2]: (REPOSITORY / path).read_bytes() for path in SHARED}
-    engine |= {f"exercises/{name}/README.md": (ROOT / name / "README.md").read_bytes() for name in names}
+    engine |= {f"exercises/{name}/README.md": text(name, "README.md") for name in names}
     student = {**engine, "README.md": STUDENT_README.replace("FIRST", names[0]).encode()}
     for name, exercise in exercises.items():
         student[f"exercises/{name}/exercise.py"] = exercise.stub.encode()
         for file in ("master", "task"):
-            student[f"exercises/{name}/{file}.z"] = zlib.compress((ROOT / name / f"{file}.py").read_bytes(), 9)
+            student[f"exercises/{name}/{file}.z"] = zlib.compress(text(name, f"{file}.py"), 9)
     autograder = {
         **engine,
         "setup.sh": SETUP.encode(),
         "run_autograder": RUN.encode(),
         "constraints.txt": (REPOSITORY / "constraints.txt").read_bytes(),
         "exercises/gradescope.py": (ROOT / "gradescope.py").read_bytes(),
-        **{f"exercises/{name}/{x}": (ROOT / name / x).read_bytes() for name in names for x in ("master.py", "task.py")},
+        **{f"exercises/{name}/{x}": text(name, x) for name in names for x in ("master.py", "task.py")},
         "exercises/weights.json": json.dumps({name: x.points for name, x in exercises.items()}, indent=1).encode(),
         "exercises/hidden_seeds.json": json.dumps(seeds or NO_HIDDEN).encode(),
     }

@@ -64,19 +64,21 @@ def grade(exercise: Exercise, source: bytes, seeds: Sequence[Any], sandbox: Sand
         raise
     except Exception as error:
         return unable(exercise, "the grader broke", "broken", "".join(traceback.format_exception(error)))
-    return ExerciseResult(exercise.name, results, time.monotonic() - start, printed)
+    return ExerciseResult(exercise.title, results, time.monotonic() - start, printed)
 
 
 def unable(exercise: Exercise, reason: str, status: str = "failed", error: str | None = None) -> ExerciseResult:
     """Return the result of an exercise that can't be graded, with the same reason for each test."""
     tests = [TestResult(test.name, test.points, status, reason, reason) for test in exercise.tests]
-    return ExerciseResult(exercise.name, tests, error=error)
+    return ExerciseResult(exercise.title, tests, error=error)
 
 
-def grade_folder(folder: Path, name: str, seeds: Sequence[Any], sandbox: Sandbox, *, alone: bool) -> ExerciseResult:
+def grade_folder(
+    folder: Path, name: str, seeds: Sequence[Any], sandbox: Sandbox, *, alone: bool, variant: int = 1
+) -> ExerciseResult:
     """Grade one exercise of a submission; whatever goes wrong with it costs no other exercise its score."""
     try:
-        exercise = load_exercise(name)
+        exercise = load_exercise(name, variant)
     except Exception as error:
         broken = TestResult("the exercise can be loaded", 1, "broken", "the grader broke")
         return ExerciseResult(name, [broken], error="".join(traceback.format_exception(error)))

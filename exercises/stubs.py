@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from exercises import ROOT, exercise_names
+from exercises import ROOT
+from exercises.variants import read_text
 
 REGION = re.compile(r"^( *)### SOLUTION(?:: (.+))?\n((?:\1(?! *### ).*\S.*\n)*)", re.MULTILINE)
 BLANK = re.compile(r"^### BLANK PAGE\n(.*?)^### END$", re.MULTILINE | re.DOTALL)
@@ -63,31 +64,36 @@ def leaked(stub: str, solution: list[str]) -> list[str]:
     return [line for line in solution if len(line.strip()) > 5 and line.strip() in lines]
 
 
-def read_master(name: str) -> str:
-    return (ROOT / name / "master.py").read_text(encoding="utf-8")
-
-
 def header_of(name: str) -> Header:
     """Return title, difficulty, importance and minutes of an exercise."""
-    facts = re.search(FACTS, (ROOT / name / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    facts = re.search(FACTS, read_text(name, "README.md"), re.MULTILINE)
     if not facts:
         raise StubError(f"{name}/README.md: expected a line like 'Easy · high importance · about 20 minutes'")
-    title = (ast.get_docstring(ast.parse(read_master(name))) or "").partition("\n")[0].rstrip(".")
+    title = (ast.get_docstring(ast.parse(read_text(name, "master.py"))) or "").partition("\n")[0].rstrip(".")
     return Header(title, facts[1].lower(), facts[2], int(facts[3]))
 
 
-def write() -> list[Path]:
-    """Make each exercise.py that isn't there and return what was written. No file is overwritten."""
+def write(names: list[str], variant: int = 1) -> list[Path]:
+    """Make each exercise.py that isn't there, and the second variant's page; return what was written.
+
+    No file is overwritten, but for a stub of the first variant in which nothing was written yet.
+    """
     written = []
-    for name in exercise_names():
-        path = ROOT / name / "exercise.py"
-        if not path.with_name("master.py").exists():  # in the students' package
+    for name in names:
+        if not (ROOT / name / "master.py").exists():  # in the students' package
             continue
-        stub, _ = stub_of(read_master(name), f"{name}/master.py")
-        try:
-            with path.open("x", encoding="utf-8") as file:
-                file.write(stub)
-        except FileExistsError:
-            continue
-        written.append(path)
+        stub, first = (stub_of(read_text(name, "master.py", x), f"{name}/master.py")[0] for x in (variant, 1))
+        texts = {"exercise.py": stub}
+        if variant != 1:
+            texts[f"README_{variant}.md"] = read_text(name, "README.md", variant)
+        for file, text in texts.items():
+            path = ROOT / name / file
+            if variant != 1 and path.exists() and path.read_text(encoding="utf-8") == first:
+                path.unlink()
+            try:
+                with path.open("x", encoding="utf-8") as opened:
+                    opened.write(text)
+            except FileExistsError:
+                continue
+            written.append(path)
     return written

@@ -171,9 +171,9 @@ def _finite(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(odd > 0, 0, x), odd
 
 
-def quantize(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+def quantize(x: Tensor, block: int, largest: int = 127) -> tuple[Tensor, Tensor]:
     """Return psi of x [N, D] with one scale per `block` rows: int8 [N, D] and float32 [ceil(N / block)]."""
-    scale = torch.stack([rows.float().abs().amax() for rows in x.split(block)]) / 127
+    scale = torch.stack([rows.float().abs().amax() for rows in x.split(block)]) / largest
     per_row = scale.repeat_interleave(block)[: len(x), None]
     return torch.round(x.float() / torch.where(per_row > 0, per_row, 1)).to(torch.int8), scale
 
@@ -183,12 +183,12 @@ def dequantize(values: Tensor, scale: Tensor, block: int) -> Tensor:
     return values.double() * scale.double().repeat_interleave(block)[: len(values), None]
 
 
-def off_ties(x: Tensor, block: int) -> Tensor:
+def off_ties(x: Tensor, block: int, largest: int = 127) -> Tensor:
     """Return x [N, D] with 0 for entries so close to a tie that x / s and x * (1 / s) may round different ways.
 
     s is one scale per `block` rows. One such entry of a right operand would move a whole column of the result.
     """
-    values, scale = quantize(x, block)
+    values, scale = quantize(x, block, largest)
     step = scale.repeat_interleave(block)[: len(x), None]
     return torch.where((x.float() - values * step).abs() > 0.4999 * step, 0, x)
 

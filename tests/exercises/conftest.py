@@ -35,7 +35,8 @@ class Small(Exercise):
             return calls(draw)
 
         task.test("the test", **facts)(drawn)
-        self.name, self.stub, self.master, self.triton, self.capstone = "00_small", "", master, triton, ""
+        self.name, self.variant, self.stub, self.master = "00_small", 1, "", master
+        self.triton, self.capstone = triton, ""
         self.tests, self.mistakes = tuple(task.tests), mistakes
 
 

@@ -20,9 +20,10 @@ import pytest
 from exercises import ROOT, answers, exercise_names, gradescope, grading, handing_in, isolation, stubs
 from exercises import __main__ as command_line
 from exercises.handing_in import read_submission
+from exercises.variants import read_text
 
 FIRST, SECOND, TRITON = "01_block_quantizer", "02_integer_matmul", "09_triton_quantize"
-STUB = stubs.stub_of(stubs.read_master(FIRST))[0]
+STUB = stubs.stub_of(read_text(FIRST, "master.py"))[0]
 
 
 FOUND = f"""
@@ -171,7 +172,7 @@ def test_stubs_are_made_once_in_any_surroundings(tmp_path):
     assert mine.read_text() == "mine"
     for name in exercise_names()[1:]:
         written = (tmp_path / "exercises" / name / "exercise.py").read_text(encoding="utf-8")
-        assert written == stubs.stub_of(stubs.read_master(name))[0]
+        assert written == stubs.stub_of(read_text(name, "master.py"))[0]
 
 
 def test_missing_walls_or_a_missing_torch_are_one_line(tmp_path):
@@ -188,7 +189,7 @@ def test_missing_walls_or_a_missing_torch_are_one_line(tmp_path):
 def test_closed_streams_cost_a_right_file_nothing(tmp_path):
     """The report is written before anything is printed, in whatever encoding the terminal has."""
     greek = "print('αβγ', '\\udcff')\n"
-    (tmp_path / "exercise.py").write_text(greek + stubs.read_master(FIRST), encoding="utf-8")
+    (tmp_path / "exercise.py").write_text(greek + read_text(FIRST, "master.py"), encoding="utf-8")
     surroundings = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}
     arguments = ["grade", "01", "--submission", str(tmp_path), "--json", str(tmp_path / "report.json")]
     closed = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
@@ -278,8 +279,8 @@ def test_student_zip_grades_itself_and_needs_torch_and_numpy_alone(packages):
     mine.mkdir(parents=True)
     (mine / "mine.py").touch()
     (packages / "student" / "sage_ref.py").write_text("raise SystemExit('the library is imported')")
-    truncated = stubs.read_master(FIRST).replace("torch.round(block / divisor)", "(block / divisor)")
-    for source, score in ((stubs.read_master(FIRST), 8), (truncated + "\nimport mine\n", 5)):
+    truncated = read_text(FIRST, "master.py").replace("torch.round(block / divisor)", "(block / divisor)")
+    for source, score in ((read_text(FIRST, "master.py"), 8), (truncated + "\nimport mine\n", 5)):
         (exercises / FIRST / "exercise.py").write_text(source)
         path = f"{packages / 'student'}:{mine}"
         done = run_module(packages / "student", "exercises", "grade", "--all", "--json", "results.json", path=path)
