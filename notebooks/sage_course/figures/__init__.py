@@ -16,7 +16,7 @@ from sage_course.figures.noise import (
 )  # fmt: skip
 from sage_course.figures.precision import precision_map
 from sage_course.figures.pretraining import (
-    MAIN_KINDS, broken_gradient_figure, final_losses_figure, gap_figure, pretrain_curves_figure,
+    MAIN_KINDS, broken_gradient_figure, gap_figure, pretrain_curves_figure,
 )  # fmt: skip
 from sage_course.figures.sla2_flow import sla2_flow
 from sage_course.figures.sla2_kernels import (
@@ -24,7 +24,7 @@ from sage_course.figures.sla2_kernels import (
 )  # fmt: skip
 from sage_course.figures.slider import slider
 from sage_course.figures.sparse import (
-    draw_block_mass, list_lengths_figure, outline_blocks, quantization_aware_figure, soft_mask_figure,
+    draw_block_mass, outline_blocks, quantization_aware_figure, soft_mask_figure,
 )  # fmt: skip
 from sage_course.figures.style import (
     BLACK, BLUE, COLORS, GREEN, ORANGE, PURPLE, RED, SKY, TENSOR_COLORS, YELLOW, panels, show_letters, show_matrix,

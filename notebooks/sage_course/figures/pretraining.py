@@ -9,8 +9,6 @@ from sage_lab.records import Record
 from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
 from sage_course.results.pretraining import (
     PAPER_LOSSES,
-    RUN_KINDS,
-    final_losses,
     mean_interval,
     of_layers,
     pretrain_runs,
@@ -64,36 +62,6 @@ def pretrain_curves_figure(record: Record, *, title: str) -> Figure:
     axes[1, 0].legend(fontsize=9, ncols=2, loc="lower left")
     axes[0, 0].set_ylabel("validation loss,\nnats per byte")
     axes[1, 0].set_ylabel("SageBwd minus exact,\nnats per byte")
-    figure.supxlabel(record.caption, fontsize=9)
-    return figure
-
-
-def final_losses_figure(record: Record, *, title: str) -> Figure:
-    """Draw the final loss of every kind of run, a dot per seed; grey: the range of exact attention with QK-norm."""
-    sizes = record.provenance["plan"]["tokens_per_step"]
-    figure, axes = panels(len(sizes), width=4.8, height=3.6, sharey=True, title=title)
-    kinds = [
-        (kind, qk_norm)
-        for qk_norm in (True, False)
-        for kind in RUN_KINDS
-        if any(pretrain_runs(record, kind, size, qk_norm) for size in sizes)
-    ]
-    for ax, size in zip(axes, sizes, strict=True):
-        exact = final_losses(pretrain_runs(record, "exact", size)).values()
-        ax.axvspan(min(exact), max(exact), color="0.85")
-        for y, (kind, qk_norm) in enumerate(kinds):
-            runs = pretrain_runs(record, kind, size, qk_norm)
-            losses = final_losses(runs)
-            color = MAIN_KINDS.get(kind, BLUE)
-            ax.plot(list(losses.values()), [y] * len(losses), "o" if qk_norm else "D", color=color, mfc="none")
-            diverged = len(runs) - len(losses)
-            text = f"{diverged} diverged" if diverged else "" if runs else "not run"
-            ax.text(0.99, y, text, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=9)
-        ax.set(xlabel="final validation loss, nats per byte")
-        ax.set_title(f"{size:,} tokens per batch", fontsize=10)
-        ax.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(len(kinds)), [kind + ("" if norm else ", no QK-norm") for kind, norm in kinds], fontsize=9)
-    axes[0].set_ylim(len(kinds) - 0.5, -0.5)
     figure.supxlabel(record.caption, fontsize=9)
     return figure
 

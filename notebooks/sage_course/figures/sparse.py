@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from sage_lab.records import Record
 from torch import Tensor
 
-from sage_course.figures.style import BLACK, BLUE, COLORS, ORANGE, RED, panels
+from sage_course.figures.style import BLACK, BLUE, COLORS, RED, panels
 from sage_ref.sla2 import soft_top_k
 
 
@@ -59,25 +59,6 @@ def soft_mask_figure(scores: Mapping[str, Tensor], count: int, temperatures: Seq
         ax.set_title(f"tau = {temperature:g}", fontsize=10)
     axes[0].set_ylabel("weight of the block")
     axes[-1].legend(fontsize=9)
-    return figure
-
-
-def list_lengths_figure(block_mask: Tensor, *, title: str) -> Figure:
-    """Draw a block mask [Tm, Tn] and the lengths of its lists, longest first, by query block and by key block."""
-    rows, columns = block_mask.shape
-    figure, (ax, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained", width_ratios=(2, 1))
-    figure.suptitle(title, fontsize=11)
-    ax.imshow(block_mask.numpy(), cmap="Greys", aspect="auto", interpolation="nearest")
-    ax.set_title(f"selected blocks, {rows} x {columns}", fontsize=10)
-    ax.set(xlabel="block of keys", ylabel="block of queries")
-    for name, color, lengths in (
-        ("lists of query blocks", BLUE, block_mask.sum(1)),
-        ("lists of key blocks", ORANGE, block_mask.sum(0)),
-    ):
-        ordered = lengths.sort(descending=True).values
-        right.plot([100 * place / len(ordered) for place in range(len(ordered))], ordered, color=color, label=name)
-    right.set(xlabel="% of the lists, longest first", ylabel="length of the list", ylim=(0, None))
-    right.legend(fontsize=9)
     return figure
 
 
