@@ -75,7 +75,7 @@ def mistakes_of(exercise: Exercise) -> Sequence[Mistake]:
     for milestone, wrong in milestones.items():
         for facts in wrong:
             (old, new), *more = facts["edits"]
-            hint = getattr(trials, facts["hint"]) if "hint" in facts else ""
+            hint = getattr(trials, facts["hint"], facts["hint"]) if "hint" in facts else ""  # a name or the hint
             mistakes.append(Mistake(old, new, hint, tuple(map(tuple, more)), milestone))
     return mistakes
 
