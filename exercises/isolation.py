@@ -27,7 +27,7 @@ from sage_lab.capstones import observe
 
 from exercises import wire
 from exercises.task import Call
-from exercises.worker import LATE, seccomp_program
+from exercises.worker import KEPT, LATE, seccomp_program
 
 SERVER_FILES = [str(Path(__file__).with_name(name)) for name in ("worker.py", "wire.py", "perform.py")]
 SERVER_FILES.append(observe.__file__)
@@ -134,7 +134,11 @@ def bubblewrap(disk: int) -> list[str]:
 
 
 class Sandbox:
-    """Where the files of one student run, one at a time. Its server starts when it is needed. A context manager."""
+    """Where the files of one student run, one at a time. A context manager.
+
+    Its server starts when it is needed. Behind walls it ends with a process that has left files: another one could read
+    there which hidden inputs it has got, and show them.
+    """
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS):
         self.limits, self.walls = limits, have_walls()
@@ -157,7 +161,7 @@ class Sandbox:
         self.control, theirs = socket.socketpair()
         temporary = "/tmp" if self.walls else self.folder.name
         environment = ENVIRONMENT | {"PATH": os.environ.get("PATH", os.defpath)}
-        environment |= dict.fromkeys(("HOME", "TMPDIR"), temporary)
+        environment |= dict.fromkeys(("HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR"), temporary)
         if torch.cuda.is_available():
             environment |= {x: os.environ[x] for x in GPU_VARIABLES if x in os.environ}
         else:
@@ -254,11 +258,12 @@ class Sandbox:
             raise SandboxError(f"the server has ended: {error}") from error
         self.control.settimeout(seconds + END_SECONDS)
         try:
-            status = self.control.recv(16)
+            message = self.control.recv(16)
         except OSError:
-            status = b""
-        if not status:
-            self.close()
+            message = b""
+        status = message.removesuffix(KEPT)
+        if not message or status != message:
+            self.close()  # files end with the server
         return int(status) if status not in (b"", LATE) else None
 
     def epitaph(self, status: int | None) -> str:

@@ -113,11 +113,10 @@ def test_what_it_holds_is_bounded_and_gone_afterwards(quick, graded, name):
     result = graded(f"{IMPORTS}{attack['body']}\n{HONEST}", sandbox=quick)
     assert result.error is None
     assert result.score == 1 if "says" not in attack else re.search(attack["says"], result.tests[0].feedback)
-    others = "[p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
-    result = graded(f"import os\ndef f(x): return 2 * x if not {others} else str({others})\n", sandbox=quick)
+    left = "[p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
+    left += " + os.listdir('/tmp') + os.listdir('/dev/shm')"
+    result = graded(f"import os\ndef f(x): return 2 * x if not {left} else str({left})\n", sandbox=quick)
     assert result.score == 1, result.tests
-    if quick.server and "No space" in attack.get("says", ""):
-        quick.close()  # its files are its student's alone, and end with the sandbox
 
 
 LEAKS = (
