@@ -55,9 +55,10 @@ def ways_in() -> str:
         chosen = [x for x in notebooks() if (x.number in numbers if numbers else "optional" not in x.title.lower())]
         links = [f"[{number}]({path.as_posix()})" for path, number, _, _ in chosen]
         names = ", ".join(links) if numbers else f"{links[0]} to {links[-1]}, all {len(links)} that aren't optional"
-        minutes = sum(notebook.minutes for notebook in chosen), sum(exercise_minutes(x.path) for x in chosen)
+        alone = sum(notebook.minutes for notebook in chosen)
+        minutes = alone, alone + sum(exercise_minutes(x.path) for x in chosen)
         lines.append((time, f"notebook{'s' * (len(links) > 1)} {names}", *map(in_hours, minutes), result))
-    return markdown_table(("you have", "take", "it takes", "and its exercises", "afterwards"), lines)
+    return markdown_table(("you have", "take", "it takes", "with its exercises", "afterwards"), lines)
 
 
 def in_hours(minutes: int) -> str:

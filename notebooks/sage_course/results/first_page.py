@@ -16,7 +16,7 @@ from sage_course.results.tables import FULL_BATCH, LAYERS, PRETRAIN, TABLE1
 MAIN_N = 4096
 SPARSE_LEVELS, VIDEO_LENGTHS = "bench_sla2_h200", (32_760, 75_600)  # of the SLA2 paper's two models
 NEWER = ("sdpa_cudnn", "fa4")  # peers that are newer than the paper's
-ON_OURS = "holds on an H200"  # the papers measured on other GPUs
+ON_OURS = "holds on another GPU, an H200"  # the papers measured on GeForce cards
 WORDS = {SUPPORTED: "holds", PARTLY: "holds in part", UNDECIDED: "undecided", "not decided": "undecided"}
 SIGNS = {"holds in part": "(✓)", "holds": "✓", "contradicted": "✗", "": "?"}  # by how a verdict begins
 # The claims of video.verdicts that stand here, as this page words them.
@@ -96,7 +96,7 @@ def step_speed() -> tuple:
         of_cudnn = f"{fused:.2f}x cuDNN ({apart:.2f}x without `Prologue`)"
         parts.append(f"{of_cudnn}, {newest:.2f}x FlashAttention-4, {n:,} tokens")
     parts.append(f"D={plan['width'] // plan['heads']}, not compiled. A compiled model is not measured yet")
-    words = "SageBwd speeds up a whole training step (the papers time attention alone)"
+    words = "SageBwd speeds up a whole training step (our question: the papers time attention alone)"
     return words, ON_OURS if min(against_cudnn) > 1 else PARTLY, "; ".join(parts)
 
 

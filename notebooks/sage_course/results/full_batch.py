@@ -137,8 +137,8 @@ def claim_of(found: Sequence[Condition]) -> Claim:
     behind = sum(condition.verdict == BEHIND for condition in printed)
     is_open = any(condition.verdict not in (BEHIND, NOT_BEHIND) for condition in printed)
     sharp = [x.counts_from_share for x in printed if x.counts_from_share < LARGEST_GAP]
-    number = f"behind in {behind} of {len(printed)} pairs of scales and training"
-    ours = f"each batch is the whole corpus: {number}; in "
+    count = f"behind in {behind} of {len(printed)}"
+    ours = f"each batch is the whole corpus: {count} pairs of scales and training; in "
     ours += f"{len(sharp)} of them a gap of the paper's {LARGEST_GAP:.1%} would have counted"
     if sharp:
         ours += f" (the smallest gap that counts is {min(sharp):.1%} to {max(sharp):.1%})"
@@ -146,7 +146,7 @@ def claim_of(found: Sequence[Condition]) -> Claim:
         "(iii) Where no noise hides the gradient's bias, it falls behind.",
         ours,
         SUPPORTED if behind else CONTRADICTED if sharp and not is_open else UNDECIDED,
-        number,
+        f"{count} settings: which numbers share a scale, and how the model is trained",
     )
 
 
