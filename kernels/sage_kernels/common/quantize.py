@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous, strided
-from sage_kernels.common.tiles import group_columns, head_of, load_tokens, low_byte
+from sage_kernels.common.tiles import Operand, group_columns, head_of, load_tokens, low_byte
 
 SCALE_BLOCK = 128  # tokens that share a scale: queries (and rows of dO), keys or values; of SLA2's keys and values 64
 
@@ -104,7 +104,7 @@ def quantize_tile(x, out, block, n_padded, factor, DP: tl.constexpr, BLOCK: tl.c
 @triton.jit
 def load_block(x, batch, h, block, n, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr):
     """Load a block of tokens of a `Strided` tensor as float32 [BLOCK, DP], with zeros past its ends."""
-    x = head_of(x, batch, h)
+    x = Operand(head_of(x, batch, h), x.stride_n)
     return load_tokens(x, block * BLOCK + tl.arange(0, BLOCK), n, D, DP, True).to(tl.float32)
 
 

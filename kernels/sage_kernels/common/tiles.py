@@ -26,7 +26,7 @@ class Operand(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """A tensor [B, H, N, D] as one argument of a program; `head_of` gives one head. See `memory.strided`."""
+    """A tensor [B, H, N, D] as one argument of a program; `head_of` is where a head begins. See `memory.strided`."""
 
     pointer: tl.tensor
     stride_b: tl.tensor
@@ -46,9 +46,9 @@ class Tile(NamedTuple):
 
 
 @triton.jit
-def head_of(x, batch, h, scale_ptr=None):
-    """Return one head of a `Strided` tensor as an `Operand`."""
-    return Operand(x.pointer + batch * x.stride_b + h * x.stride_h, x.stride_n, scale_ptr)
+def head_of(x, batch, h):
+    """Return where one head of a `Strided` tensor begins."""
+    return x.pointer + batch * x.stride_b + h * x.stride_h
 
 
 @triton.jit

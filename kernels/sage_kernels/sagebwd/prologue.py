@@ -19,7 +19,7 @@ from torch import Tensor
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import head_of
+from sage_kernels.common.tiles import Operand, head_of
 from sage_ref.prologue import Prologue
 
 NO_PROLOGUE = Prologue(None, None, None, None, 0.0)  # Q and K as they are
@@ -131,17 +131,17 @@ def rotate_back_program(
     if t < query_programs:
         token, head = t % query_blocks * BLOCK + tl.arange(0, BLOCK), (t // query_blocks).to(tl.int64)
         batch, h = head // heads, head % heads
-        dz = head_of(dzq_strided, batch, h)
-        out = head_of(dq_strided, batch, h)
-        x = dz if q_gain_ptr is None else head_of(q_strided, batch, h)
+        dz = Operand(head_of(dzq_strided, batch, h), dzq_strided.stride_n)
+        out = Operand(head_of(dq_strided, batch, h), dq_strided.stride_n)
+        x = dz if q_gain_ptr is None else Operand(head_of(q_strided, batch, h), q_strided.stride_n)
         rotate_back(dz, x, out, sums_ptr, token, n_q, Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps), D, HALF)
     else:
         t -= query_programs
         token, head = t % key_blocks * BLOCK + tl.arange(0, BLOCK), (t // key_blocks).to(tl.int64)
         batch, h = head // kv_heads, head % kv_heads
-        dz = head_of(dzk_strided, batch, h)
-        out = head_of(dk_strided, batch, h)
-        x = dz if k_gain_ptr is None else head_of(k_strided, batch, h)
+        dz = Operand(head_of(dzk_strided, batch, h), dzk_strided.stride_n)
+        out = Operand(head_of(dk_strided, batch, h), dk_strided.stride_n)
+        x = dz if k_gain_ptr is None else Operand(head_of(k_strided, batch, h), k_strided.stride_n)
         rotate_back(dz, x, out, sums_ptr, token, n_k, Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps), D, HALF)
 
 

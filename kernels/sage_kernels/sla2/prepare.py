@@ -24,7 +24,7 @@ from sage_kernels.common.quantize import (
     psi,
     quantize_tile,
 )
-from sage_kernels.common.tiles import group_columns, head_of, load_tokens, softmax_features
+from sage_kernels.common.tiles import Operand, group_columns, head_of, load_tokens, softmax_features
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_kernels.sla2.sums import padded_columns, sums_dtype
 from sage_ref.sla2.blocks import block_count
@@ -79,8 +79,8 @@ def sla2_prepare_program(
         batch, h = head // kv_heads, head % kv_heads
         key = j * BLOCK_KV + tl.arange(0, BLOCK_KV)
         # [Bkv, D]
-        k_j = load_tokens(head_of(k_strided, batch, h), key, n_k, D, DP, True)
-        v_j = load_tokens(head_of(v_strided, batch, h), key, n_k, D, DP, True)
+        k_j = load_tokens(Operand(head_of(k_strided, batch, h), k_strided.stride_n), key, n_k, D, DP, True)
+        v_j = load_tokens(Operand(head_of(v_strided, batch, h), v_strided.stride_n), key, n_k, D, DP, True)
         dtype = sums_ptr.dtype.element_ty
         k_phi_j = tl.where(key[:, None] < n_k, softmax_features(k_j.to(tl.float32), D, DP), 0.0).to(dtype)
         if vt_hat_ptr is not None:

@@ -19,7 +19,7 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import empty_in_layout_of, strided
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.tiles import Operand, Tile, head_of, key_tile_range, load_tokens, load_with_scale, store_tokens
+from sage_kernels.common.tiles import Operand, Tile, head_of, key_tile_range, load_tokens, load_with_scale
 from sage_kernels.sagebwd.backward.prepare import Units
 
 LOG2_E = math.log2(math.e)
@@ -98,12 +98,12 @@ def dq_program(
     kv_head, h_kv = head // group_size, h // group_size
     s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
-    q = head_of(q_strided, batch, h, s_q_ptr)
-    do = head_of(do_strided, batch, h)
-    k = head_of(k_strided, batch, h_kv, s_k_ptr)
+    q = Operand(head_of(q_strided, batch, h), q_strided.stride_n, s_q_ptr)
+    do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
     kt = None if kt_ptr is None else Operand(kt_ptr + kv_head * n_k_padded * DP, n_k_padded, s_k_ptr)
-    v = head_of(v_strided, batch, h_kv)
-    query = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
+    query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
     q_i, s_q = load_with_scale(q, query, n_q, log2_scale, TILE)
     do_i = load_tokens(do, query, n_q, D, DP, True)
     log_sum_exp_i = tl.load(log_sum_exp_ptr + head * n_q_padded + query)
@@ -116,8 +116,11 @@ def dq_program(
         dq_i = KEY_TILE(dq_i, queries, j, keys, n_k, TILE, False, PER_BLOCK)
     for j in range(full, end):
         dq_i = KEY_TILE(dq_i, queries, j, keys, n_k, TILE, True, PER_BLOCK)
+    dq = Operand(head_of(dq_strided, batch, h), dq_strided.stride_n)
+    dq_ptrs = dq.pointer + query[:, None].to(tl.int64) * dq.stride + d[None, :]
     dq_i *= (scale + s_q * 0.0)[:, None]  # NaN where s_Q is
-    store_tokens(dq_i, head_of(dq_strided, batch, h), query, n_q, D, DP)
+    inside = (query[:, None] < n_q) & (d[None, :] < D)
+    tl.store(dq_ptrs, dq_i.to(dq.pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n_q", "n_k"])
@@ -139,8 +142,8 @@ def dkdv_program(
         n_k = tl.load(lengths_ptr + batch)
         n_q = tl.where(j * BLOCK_KV < n_k, n_k, 0)  # keys past the end visit no query
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
-    k = head_of(k_strided, batch, h_kv, s_k_ptr)
-    v = head_of(v_strided, batch, h_kv)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
     key, d = j * BLOCK_KV + tl.arange(0, BLOCK_KV), tl.arange(0, DP)
     k_j, s_k = load_with_scale(k, key, n_k, log2_scale, TILE)
     keys = KeyTile(key, k_j, s_k, load_tokens(v, key, n_k, D, DP, True))
@@ -156,8 +159,8 @@ def dkdv_program(
         head = batch * heads + h
         s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
         s_do_ptr = None if do_scale_ptr is None else do_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
-        q = head_of(q_strided, batch, h, s_q_ptr)
-        do = head_of(do_strided, batch, h)
+        q = Operand(head_of(q_strided, batch, h), q_strided.stride_n, s_q_ptr)
+        do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
         qt = None if qt_ptr is None else Operand(qt_ptr + head * n_q_padded * DP, n_q_padded, s_q_ptr)
         dot = None if dot_ptr is None else Operand(dot_ptr + head * n_q_padded * DP, n_q_padded, s_do_ptr)
         rows = head * n_q_padded

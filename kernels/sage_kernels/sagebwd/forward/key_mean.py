@@ -14,7 +14,7 @@ from torch import Tensor
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import strided
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import head_of, load_tokens
+from sage_kernels.common.tiles import Operand, head_of, load_tokens
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated
 from sage_ref.prologue import Prologue
 
@@ -35,7 +35,7 @@ def key_sums_program(
     part, head = t % parts, t // parts
     if lengths_ptr is not None:
         n_k = tl.load(lengths_ptr + head // kv_heads)
-    k = head_of(k_strided, head // kv_heads, head % kv_heads)
+    k = Operand(head_of(k_strided, head // kv_heads, head % kv_heads), k_strided.stride_n)
     sums_ptr += t * D
     first_key = part * steps * STEP
     if cos_ptr is None:

@@ -26,7 +26,7 @@ from sage_kernels.common.quantize import (
     scale_of,
     without_mean,
 )
-from sage_kernels.common.tiles import head_of, load_tokens
+from sage_kernels.common.tiles import Operand, head_of, load_tokens
 from sage_kernels.sagebwd.prologue import Rotary, load_rotated
 from sage_ref.prologue import Prologue
 
@@ -57,7 +57,7 @@ def prepare_forward_program(
         block, head = t % (n_q_padded // BLOCK), (t // (n_q_padded // BLOCK)).to(tl.int64)
         if lengths_ptr is not None:
             n_q = tl.load(lengths_ptr + head // heads)
-        q = head_of(q_strided, head // heads, head % heads)
+        q = Operand(head_of(q_strided, head // heads, head % heads), q_strided.stride_n)
         q_out = Copies(q_hat_ptr + head * n_q_padded * DP, None, q_scale_ptr + head * (n_q_padded // BLOCK))
         rotary = Rotary(cos_ptr, sin_ptr, q_gain_ptr, eps)
         quantize_block(q, None, q_out, block, n_q, factor, rotary, D, DP, BLOCK)
@@ -68,7 +68,7 @@ def prepare_forward_program(
         if lengths_ptr is not None:
             n_k = tl.load(lengths_ptr + batch)
         if tl.program_id(0) < query_programs + key_programs:
-            k = head_of(k_strided, batch, h)
+            k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
             mean_ptr = None if k_mean_ptr is None else k_mean_ptr + head * D
             k_out = Copies(k_hat_ptr + head * n_k_padded * DP, None, k_scale_ptr + head * (n_k_padded // BLOCK))
             rotary = Rotary(cos_ptr, sin_ptr, k_gain_ptr, eps)

@@ -17,7 +17,7 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, strided
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.tiles import NO_KEY, Tile, head_of, key_tile_range, load_with_scale, store_tokens
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, head_of, key_tile_range, load_with_scale
 
 
 class ForwardInputs(NamedTuple):
@@ -56,9 +56,9 @@ def forward_program(
     s_q_ptr = None if q_scale_ptr is None else q_scale_ptr + head * (n_q_padded // SCALE_BLOCK)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
     s_v_ptr = None if v_scale_ptr is None else v_scale_ptr + kv_head * (n_k_padded // SCALE_BLOCK)
-    q = head_of(q_strided, batch, h, s_q_ptr)
-    k = head_of(k_strided, batch, h_kv, s_k_ptr)
-    v = head_of(v_strided, batch, h_kv, s_v_ptr)
+    q = Operand(head_of(q_strided, batch, h), q_strided.stride_n, s_q_ptr)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n, s_v_ptr)
     query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
     # [Bq, D], [Bq]
     q_i, s_q = load_with_scale(q, query, n_q, log2_scale, TILE)
@@ -70,10 +70,13 @@ def forward_program(
         m, l, o_i = KEY_TILE(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, False)
     for j in range(full, end):
         m, l, o_i = KEY_TILE(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE, True)
+    o = Operand(head_of(o_strided, batch, h), o_strided.stride_n)
+    o_ptrs = o.pointer + query[:, None].to(tl.int64) * o.stride + d[None, :]
+    inside = (query[:, None] < n_q) & (d[None, :] < D)
     o_i = o_i / l[:, None]
     if v_mean_ptr is not None:
         o_i += tl.load(v_mean_ptr + kv_head * D + d, mask=d < D, other=0.0)[None, :]
-    store_tokens(o_i, head_of(o_strided, batch, h), query, n_q, D, DP)
+    tl.store(o_ptrs, o_i.to(o.pointer.dtype.element_ty), mask=inside)
     # Rows past the end get a huge L: their P is then 0 in the backward pass.
     log_sum_exp = tl.where(query < n_q, m + tl.math.log2(l), 0.0 - NO_KEY)
     tl.store(log_sum_exp_ptr + head * n_q_padded + query, log_sum_exp)

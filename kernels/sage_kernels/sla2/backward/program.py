@@ -84,7 +84,7 @@ def sla2_linear_query_program(
     rows = head * n_q * D + query[:, None] * D
     alpha_i = tl.load(alpha_ptr + block)
     # [Bq, D]
-    q_i = load_tokens(head_of(q_strided, batch, h), query, n_q, D, DP, True)
+    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
     log_sum_exp_i = tl.load(log_sum_exp_ptr + block * MASK_BLOCK_Q + row)
     if k_mean_ptr is not None:  # give back what smoothing K took from every score of a row
         k_mean = tl.load(k_mean_ptr + (head // group_size) * D + d, mask=d < D, other=0.0)
@@ -98,7 +98,7 @@ def sla2_linear_query_program(
     q_phi_i = softmax_features(q_i.to(tl.float32), D, DP).to(dtype)
     z_i = tl.load(sums_ptr + DP * DP + d).to(tl.float32)
     inverse = inverse_or_zero(tl.sum(q_phi_i.to(tl.float32) * z_i[None, :], 1))
-    do = head_of(do_strided, batch, h)
+    do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
     do_ptrs = do.pointer + query[:, None].to(tl.int64) * do.stride
     # Sums over columns first: rowsum(dO * O_s) and rowsum(dO * O_l), some columns at a time to spare registers.
     delta_i = tl.zeros([MASK_BLOCK_Q], tl.float32)
@@ -130,7 +130,7 @@ def sla2_linear_query_program(
     dq_phi = (dq_phi - d_l[:, None] * z_i[None, :]) * inverse[:, None]
     q_phi = q_phi_i.to(tl.float32)
     dq_i = q_phi * (dq_phi - tl.sum(q_phi * dq_phi, 1)[:, None])
-    store_tokens(dq_i, head_of(dq_strided, batch, h), query, n_q, D, DP)
+    store_tokens(dq_i, Operand(head_of(dq_strided, batch, h), dq_strided.stride_n), query, n_q, D, DP)
 
 
 @triton.jit
@@ -157,12 +157,12 @@ def sla2_query_program(
     list_number = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     alpha_i = tl.load(alpha_ptr + list_number)
     # [Bq, D]
-    q_i = load_tokens(head_of(q_strided, batch, h), query, n_q, D, DP, True)
-    do_i = load_tokens(head_of(do_strided, batch, h), query, n_q, D, DP, True)
+    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
+    do_i = load_tokens(Operand(head_of(do_strided, batch, h), do_strided.stride_n), query, n_q, D, DP, True)
     delta_i = tl.load(delta_ptr + head * n_q_padded + query)
     log_sum_exp_i = tl.load(log_sum_exp_ptr + head * n_q_padded + query)
-    k = head_of(k_strided, batch, h // group_size)
-    v = head_of(v_strided, batch, h // group_size)
+    k = Operand(head_of(k_strided, batch, h // group_size), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h // group_size), v_strided.stride_n)
     entries_ptr += list_number * width
     full, count = list_range(entries_ptr, counts_ptr + list_number, n_k, MASK_BLOCK_KV)
     q_hat_i, s_q, k_hat = None, log2_scale, None
@@ -186,7 +186,7 @@ def sla2_query_program(
         dq_i, ds_sum = key_tile(dq_i, queries, j, keys, log2_weight, n_k, TILE, True)
         if weights_ptr is not None:
             tl.store(ds_ptr + ds_row + j, ds_sum)
-    dq = head_of(dq_strided, batch, h)
+    dq = Operand(head_of(dq_strided, batch, h), dq_strided.stride_n)
     dq_i = dq_i * scale * alpha_i + load_tokens(dq, query, n_q, D, DP, True).to(tl.float32)
     store_tokens(dq_i, dq, query, n_q, D, DP)
 
@@ -268,8 +268,8 @@ def sla2_key_program(
     end = tl.minimum(begin + share, length)
     key = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV)
     # [Bkv, D]
-    k = head_of(k_strided, batch, h_kv)
-    v = head_of(v_strided, batch, h_kv)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n)
     k_hat_j, s_k = None, 1.0
     if k_hat_ptr is not None:
         k_hat = int8_head(k_hat_ptr, k_scale_ptr, kv_head, n_k_padded, DP, MASK_BLOCK_KV)
@@ -283,8 +283,8 @@ def sla2_key_program(
         head = batch * heads + h
         list_number = first_list + g * key_blocks
         count = tl.load(counts_ptr + list_number)
-        q = head_of(q_strided, batch, h)
-        do = head_of(do_strided, batch, h)
+        q = Operand(head_of(q_strided, batch, h), q_strided.stride_n)
+        do = Operand(head_of(do_strided, batch, h), do_strided.stride_n)
         rows = head * n_q_padded
         q_hat = None
         if q_hat_ptr is not None:
@@ -303,8 +303,8 @@ def sla2_key_program(
         tl.store(partial_pointers(partial_ptr, 2 * t, DP, MASK_BLOCK_KV), dk_j)
         tl.store(partial_pointers(partial_ptr, 2 * t + 1, DP, MASK_BLOCK_KV), dv_j)
     else:
-        dk = head_of(dk_strided, batch, h_kv)
-        dv = head_of(dv_strided, batch, h_kv)
+        dk = Operand(head_of(dk_strided, batch, h_kv), dk_strided.stride_n)
+        dv = Operand(head_of(dv_strided, batch, h_kv), dv_strided.stride_n)
         out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
         store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D, DP)
 
@@ -332,10 +332,10 @@ def sla2_join_program(
         dk_j += tl.load(partial_pointers(partial_ptr, 2 * place, DP, MASK_BLOCK_KV))
         dv_j += tl.load(partial_pointers(partial_ptr, 2 * place + 1, DP, MASK_BLOCK_KV))
     batch, h = kv_head // kv_heads, kv_head % kv_heads
-    k = head_of(k_strided, batch, h)
-    v = head_of(v_strided, batch, h)
-    dk = head_of(dk_strided, batch, h)
-    dv = head_of(dv_strided, batch, h)
+    k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h), v_strided.stride_n)
+    dk = Operand(head_of(dk_strided, batch, h), dk_strided.stride_n)
+    dv = Operand(head_of(dv_strided, batch, h), dv_strided.stride_n)
     out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
     store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D, DP)
 
@@ -348,10 +348,10 @@ def sla2_linear_key_program(
     """Compute one block of keys of one head: Alg. 3, steps 9, 10, dK's part of 11; others add to it."""
     j, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     batch, h = kv_head // kv_heads, kv_head % kv_heads
-    k = head_of(k_strided, batch, h)
-    v = head_of(v_strided, batch, h)
-    dk = head_of(dk_strided, batch, h)
-    dv = head_of(dv_strided, batch, h)
+    k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h), v_strided.stride_n)
+    dk = Operand(head_of(dk_strided, batch, h), dk_strided.stride_n)
+    dv = Operand(head_of(dv_strided, batch, h), dv_strided.stride_n)
     out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
     key, nothing = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV), tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
     store_key_gradients(nothing, nothing, out, key, n_k, 0.0, D, DP)

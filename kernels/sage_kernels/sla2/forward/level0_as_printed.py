@@ -14,7 +14,7 @@ from torch import Tensor
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
-from sage_kernels.common.tiles import NO_KEY, Tile, head_of, load_tokens, softmax_features, store_tokens
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, head_of, load_tokens, softmax_features, store_tokens
 from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
 from sage_ref.sla2.blocks import block_count
@@ -34,10 +34,10 @@ def sla2_as_printed_program(
     query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     # [Bq, D]
-    q_i = load_tokens(head_of(q_strided, batch, h), query, n_q, D, DP, True)
+    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
     s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
-    k = head_of(k_strided, batch, h // group_size)
-    v = head_of(v_strided, batch, h // group_size)
+    k = Operand(head_of(k_strided, batch, h // group_size), k_strided.stride_n)
+    v = Operand(head_of(v_strided, batch, h // group_size), v_strided.stride_n)
     key_sums_ptr += (head // group_size) * sums_rows * DP * (DP + 1)
     m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
@@ -57,7 +57,7 @@ def sla2_as_printed_program(
     o_l = tl.dot(q_phi_i, h_i.to(dtype)) * inverse[:, None]
     alpha_i = tl.load(alpha_ptr + block)
     o_i = alpha_i * o_i * inverse_or_zero(l)[:, None] + (1.0 - alpha_i) * o_l
-    store_tokens(o_i, head_of(o_strided, batch, h), query, n_q, D, DP)
+    store_tokens(o_i, Operand(head_of(o_strided, batch, h), o_strided.stride_n), query, n_q, D, DP)
 
 
 def run_as_printed(

@@ -28,10 +28,10 @@ def sla2_mix_program(
     batch, h = head // heads, head % heads
     query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
-    q_i = load_tokens(head_of(q_strided, batch, h), query, n_q, D, DP, True)
+    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
     o_s = load_tokens(Operand(o_s_ptr + head * n_q * D, D), query, n_q, D, DP, True).to(tl.float32)
     o_i = mixed_output(o_s, tl.load(alpha_ptr + block), q_i, sums_ptr + block * DP * (DP + 1), D, DP)
-    store_tokens(o_i, head_of(o_strided, batch, h), query, n_q, D, DP)
+    store_tokens(o_i, Operand(head_of(o_strided, batch, h), o_strided.stride_n), query, n_q, D, DP)
 
 
 def run_mix(inputs: ForwardInputs, sparse_output: Tensor, launch: Launch, start: Start) -> Tensor:

@@ -91,11 +91,11 @@ def sla2_forward_program(
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     entries_ptr += block * width
     full, count = list_range(entries_ptr, counts_ptr + block, n_k, MASK_BLOCK_KV)
-    q = head_of(q_strided, batch, h)
+    q = Operand(head_of(q_strided, batch, h), q_strided.stride_n)
     s_k_ptr = None if k_scale_ptr is None else k_scale_ptr + kv_head * (n_k_padded // MASK_BLOCK_KV)
     s_v_ptr = None if v_scale_ptr is None else v_scale_ptr + kv_head * (n_k_padded // MASK_BLOCK_KV)
-    k = head_of(k_strided, batch, h_kv, s_k_ptr)
-    v = head_of(v_strided, batch, h_kv, s_v_ptr)
+    k = Operand(head_of(k_strided, batch, h_kv), k_strided.stride_n, s_k_ptr)
+    v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n, s_v_ptr)
     # [Bq, D]
     if q_hat_ptr is None:
         q_tile = load_tokens(q, query, n_q, D, DP, True)
@@ -127,7 +127,7 @@ def sla2_forward_program(
     if o_strided is not None:
         q_i = load_tokens(q, query, n_q, D, DP, True)
         o_i = mixed_output(o_i, tl.load(alpha_ptr + block), q_i, sums_ptr + block * DP * (DP + 1), D, DP)
-        store_tokens(o_i, head_of(o_strided, batch, h), query, n_q, D, DP)
+        store_tokens(o_i, Operand(head_of(o_strided, batch, h), o_strided.stride_n), query, n_q, D, DP)
 
 
 def tile_constants(head_dim: int, launch: Launch) -> dict:

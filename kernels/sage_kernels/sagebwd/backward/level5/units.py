@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, heads_per_row, strided
 from sage_kernels.common.quantize import padded_head_dim
-from sage_kernels.common.tiles import head_of
+from sage_kernels.common.tiles import Operand, head_of
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
     HALF, ROWS, SCALE_KV, SCALE_Q, TILE, accumulator, copy_own, descriptor, fast_exp2, fast_reciprocal,
@@ -218,7 +218,7 @@ def finish_program(
     sums = tl.load(sums_ptr + (at * BLOCK + token)[:, None] * DP + d[None, :])
     factor = tl.load(unit_ptr + at) * scale + tl.load(q_scale_ptr + at) * 0.0  # NaN where s_Q is
     query = block * BLOCK + token
-    out = head_of(dq_strided, head // heads, head % heads)
+    out = Operand(head_of(dq_strided, head // heads, head % heads), dq_strided.stride_n)
     dq_ptrs = out.pointer + query[:, None].to(tl.int64) * out.stride + d[None, :]
     dq = (sums.to(tl.float32) * factor).to(out.pointer.dtype.element_ty)
     dq = dq.reshape(BLOCK, DP // 32, 2, 4, 4).permute(0, 1, 3, 2, 4).reshape(BLOCK, DP)  # back from `spread_columns`
