@@ -254,7 +254,7 @@ def train(
         tqdm(total=settings.steps, unit="step", disable=not is_first) as bar,
     ):
         losses = []
-        if training.processes.agreed(checkpoint.exists()):  # the first may soon have saved one
+        if training.processes.agreed(checkpoint.exists()):  # asked once, by the first: it saves the next one
             training.load(checkpoint)
             bar.write(f"goes on from step {training.step} in {checkpoint}")
             bar.update(training.step)
