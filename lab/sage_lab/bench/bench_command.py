@@ -1,4 +1,4 @@
-"""The command `bench`: times of the public functions or of every level, or launch tables (--tune)."""
+"""The command `bench`: times of the public functions or of every level, launch tables, or rates of memory."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -14,6 +14,7 @@ from sage_kernels.common.launch_tables import users_table
 from sage_lab.bench import dense, sparse, tuning
 from sage_lab.bench.measure import Turn, measure
 from sage_lab.bench.problem import Shape
+from sage_lab.bench.rates import rate_rows
 from sage_lab.bench.ratios import OURS, PEER_NAMES, pays_from, ratio_lines
 from sage_lab.bench.timing import GPU, Gpu, require_gpu
 from sage_lab.command_line import Arguments, Failed, positive
@@ -45,6 +46,7 @@ class Bench(Arguments):
     op: Annotated[Literal["sagebwd", "sla2"], "which kernels"] = "sagebwd"
     levels: Annotated[bool, "time every level"] = False
     tune: Annotated[bool, "time launch settings for this GPU instead"] = False
+    rates: Annotated[bool, "time reading from the L2 cache and from memory instead"] = False
     workers: Annotated[int, positive, "processes that compile for --tune"] = 8
     n: Annotated[tuple[int, ...], positive, "only these sequence lengths"] = ()
     head_dim: Annotated[tuple[int, ...], positive, "only these head sizes"] = ()
@@ -56,6 +58,11 @@ class Bench(Arguments):
             require_gpu()
         if self.tune:
             tune(self.op, self.workers, self.json, command)
+            return
+        if self.rates:
+            rows = list(rate_rows(gpu))
+            print(markdown_table(rows[0], [row.values() for row in rows]))
+            write_record(self.json, rows, command=command)
             return
         with only_writer(self.json) if self.json else nullcontext():
             rows = timed(self, gpu, command)

@@ -1,9 +1,10 @@
 """Tokens of the Linux kernel's sources: text that anybody gets from Debian's package `linux-source-6.1`.
 
-    apt-get download linux-source-6.1
+    apt-get download linux-source-6.1=6.1.192-2
     dpkg-deb --fsys-tarfile linux-source-6.1_*.deb | tar -xO ./usr/src/linux-source-6.1.tar.xz >linux-source-6.1.tar.xz
     python -m sage_lab pretrain --corpus linux-source-6.1.tar.xz
 
+That is the version of the recorded runs; another one gives other tokens, which a record's sha256 tells apart.
 Files come in the order of their names' hashes. Sound drivers are held out whole, so that no line of a held-out file
 stands in a training file of the same driver.
 """

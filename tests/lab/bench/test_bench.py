@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from sage_kernels.common.candidates import DEFAULTS, Launch, candidates
 from sage_kernels.sagebwd import ladder as sagebwd_ladder
 from sage_kernels.sla2 import ladder as sla2_ladder
-from sage_lab.bench import dense, sparse, tuning
+from sage_lab.bench import dense, rates, sparse, tuning
 from sage_lab.bench.bench_command import Bench
 from sage_lab.bench.measure import Case, Provider, Turn, by_autograd, judged, measure
 from sage_lab.bench.problem import MaskedProblem, Problem, Shape
@@ -265,6 +265,17 @@ def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one
     assert rows() == [16] * of_one + [17] * of_one + [18] * of_one
     assert len(measured) == 4 + 2 * of_one
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+
+
+# Rates of memory
+
+
+def test_a_rate_counts_what_all_programs_read_and_a_sum_that_lacks_a_tile_is_refused(monkeypatch):
+    (row,) = rates.rate_rows(CPU, sizes=[2**16], count=3, total=3 * 5 * 2**14)
+    assert row["terabytes_per_second"] == round(3 * 5 * 2**14 / 0.25e9, 3)
+    monkeypatch.setattr(rates, "read", lambda buffer, sums, rounds, of=rates.read: of(buffer, sums, rounds - 1))
+    with pytest.raises(RuntimeError, match="^read_kernel: expected the last program's sums of 5 tiles"):
+        list(rates.rate_rows(CPU, sizes=[2**16], count=3, total=3 * 5 * 2**14))
 
 
 # Launch tables
