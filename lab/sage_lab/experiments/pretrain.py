@@ -256,10 +256,8 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
     chosen |= {"corpus": options.folder / "corpus.safetensors"}
     command = [sys.executable, "-m", "sage_lab", "pretrain"]
     command += [text for name, x in chosen.items() for text in (f"--{name.replace('_', '-')}", str(x))]
-    command += [
-        "--autocast" if options.autocast else "--no-autocast",
-        "--compile" if options.compile else "--no-compile",
-    ]
+    switches = {"autocast": options.autocast, "compile": options.compile}
+    command += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items() if on is not None]
     command += ["--same-batch"] if options.same_batch else []
     command += ["--minutes", str(options.minutes)] if options.minutes else []
     environment = os.environ | {PARENT: str(os.getpid())}
