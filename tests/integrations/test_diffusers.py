@@ -279,6 +279,7 @@ def averaged(model, device):
     with tempfile.TemporaryDirectory() as folder:
         average.save_pretrained(folder)
         found = EMAModel.from_pretrained(folder, with_parameters["model_cls"])
+        found.to(device)
         assert all(torch.equal(*x) for x in zip(found.shadow_params, average.shadow_params, strict=True))
         return aligned(loaded(folder)).to(device)
 

@@ -238,7 +238,7 @@ def test_while_a_cuda_graph_is_captured_no_mask_is_read_and_its_replays_are_no_s
     q, k, v = torch.randn(3, 2, 2, 128, 64, device="cuda", dtype=torch.float16)
     mask = torch.ones(128, 128, dtype=torch.bool, device="cuda").tril()
     graph = torch.cuda.CUDAGraph()
-    with sdpa():
+    with sdpa(minimum_tokens=0):
         F.scaled_dot_product_attention(q, k, v)  # compiles
         F.scaled_dot_product_attention(q, k, v, mask, is_causal=False)
         with torch.cuda.graph(graph):

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,9 +14,8 @@ from torch import distributed
 import sage_ref
 
 PAGE = (Path(__file__).parents[2] / "notebooks/book/training_loop.md").read_text(encoding="utf-8")
-SECTIONS = dict(part.split("\n", 1) for part in PAGE.split("\n## ")[1:])
-SNIPPETS = {name: re.search(r"```python\n(.*?)```", text, re.DOTALL)[1] for name, text in SECTIONS.items()}
-SETUP = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+SETUP, *SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SNIPPETS = dict(zip(re.findall(r"\n## (.*)", PAGE), SNIPPETS, strict=True))  # one in each section
 PROCESSES = ("DDP", "FSDP2")
 GPU = ("CUDA graphs, by torch.compile", "CUDA graphs, by make_graphed_callables")
 EXACT = SimpleNamespace(sdpa=contextlib.nullcontext)
@@ -29,8 +29,7 @@ def trained(snippet, library=sage_ref):
     exec(SETUP, names)  # the page's own words
     names["sage_ref"] = library
     exec(snippet, names)
-    whole = (x.full_tensor() if hasattr(x, "full_tensor") else x for x in names["model"].parameters())
-    return [x.detach() for x in whole]
+    return [(x.full_tensor() if hasattr(x, "full_tensor") else x).detach() for x in names["model"].parameters()]
 
 
 def assert_nearly_alike(ours, exact):
@@ -40,15 +39,21 @@ def assert_nearly_alike(ours, exact):
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """Compiled for the CPU by aot_eager: the default would translate the reference to C++, for minutes."""
+    """Compiled for the CPU by aot_eager: the default would translate the reference to C++, for minutes.
+
+    Short calls are in INT8 on every GPU.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sage_ref.integrations.pytorch.pays_from", lambda *_: 0)
     if not torch.cuda.is_available():
-        torch.compiler.set_default_backend("aot_eager")
-    yield
-    torch.compiler.set_default_backend("inductor")
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 
-@pytest.mark.filterwarnings("ignore:sage_ref. backend='auto'", "ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:sage_ref. backend='auto'",
+    "ignore::DeprecationWarning",
+    "ignore:The AccumulateGrad node's stream does not match:UserWarning",  # of make_graphed_callables
+)
 @pytest.mark.parametrize(
     "name", [pytest.param(x, marks=[pytest.mark.gpu] * (x in GPU)) for x in SNIPPETS if x not in PROCESSES]
 )

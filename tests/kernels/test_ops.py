@@ -533,7 +533,7 @@ if not ON_GPU:
 
 
 @pytest.mark.parametrize(("operation", "changed", "options", "reason"), REFUSED, ids=repr)
-def test_what_the_kernels_cannot_do_is_an_error_if_asked_for_and_else_the_references(
+def test_what_the_kernels_cannot_do_is_an_error_if_asked_for_or_on_a_gpu_and_else_the_references(
     operation, changed, options, reason
 ):
     case = operation.Case(3, 3)._replace(**changed)
@@ -543,8 +543,11 @@ def test_what_the_kernels_cannot_do_is_an_error_if_asked_for_and_else_the_refere
         return operation.on(case, backend, **options)(*inputs)
 
     reason = f"the kernels need {reason}"
-    with pytest.raises(ValueError, match=re.escape(f"backend: expected 'triton' to be usable, but {reason}")):
-        call("triton")
+    for backend in ("triton", "auto")[: 1 + ON_GPU]:
+        with pytest.raises(ValueError, match=f"^backend: expected .*, but {re.escape(reason)}"):
+            call(backend)
+    if ON_GPU:
+        return
     ops._said.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -97,22 +97,24 @@ def test_sparse_peers_see_the_mask_and_nothing_else(fa4_calls, mask, block_kv, n
 @pytest.mark.gpu
 @pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
 def test_a_peer_is_right_on_a_gpu(peer):
-    """Also if a call with larger values comes between the two passes."""
+    """Also if a call with larger values comes between the two passes; SageAttention has the first alone."""
     problem, larger = (Problem(Shape(1, 4, 4, 512, 128, causal=True)) for _ in range(2))
     larger.inputs = larger.query, larger.key, 100 * larger.value
+    direction, results = ("fwd", slice(1)) if peer.name == "sageattention" else ("bwd", slice(1, 4))
     try:
-        backward, _ = judged(Case(problem, "bwd"), peer)
+        run, _ = judged(Case(problem, direction), peer)
     except ImportError as missing:
         pytest.skip(str(missing))
     peer.of(Case(larger, "fwd"))(larger.grad_output)
-    worst_error(backward(), problem.exact("attention")[1:], peer.largest_error, RESULTS[1:])
+    worst_error(run(), problem.exact("attention")[results], peer.largest_error, RESULTS[results])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("peer", MASKED_PEERS, ids=lambda peer: peer.name)
 @pytest.mark.parametrize("mask", ["router", "random"])
 def test_a_peer_with_a_mask_is_right_on_a_gpu(peer, mask):
-    problem = MaskedProblem(Shape(1, 2, 2, 1000, 128), 0.75, mask)
+    tokens = 1024 if peer.name == "vsa" else 1000  # VSA takes whole blocks alone
+    problem = MaskedProblem(Shape(1, 2, 2, tokens, 128), 0.75, mask)
     for direction in ("fwd", "bwd") if mask == "random" else ("fwd",):
         try:
             judged(Case(problem, direction), peer)
