@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 
 from sage_ref.attention import softmax_scale
 from sage_ref.backend import WAYS_OUT, is_accelerator, sagebwd_kernels, warn_once, why_not_triton
 from sage_ref.checks import cast_for_autocast, check_choice, check_scale, checked_attention
-from sage_ref.integrations.parts import Parts, by_parts, can_be_read, parts_of
+from sage_ref.integrations.parts import Parts, by_parts, can_be_read, is_captured, parts_of
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sagebwd.settings import Options
 
@@ -36,10 +37,20 @@ class Call(NamedTuple):
     enable_gqa: bool = False
 
     def exactly(self) -> Tensor:
-        """Compute O by PyTorch."""
-        options = {"attn_mask": self.attn_mask, "dropout_p": self.dropout_p, "is_causal": self.is_causal}
-        options |= {"scale": self.scale, "enable_gqa": self.enable_gqa}
-        return SDPA(self.query, self.key, self.value, **options)
+        """Compute O by PyTorch.
+
+        A call with a mask in a CUDA graph is kept from cuDNN, if other ways are open: before the capture SageBwd could
+        read the mask and compute the call, so it may be cuDNN's first, which allocates what no capture allows.
+        """
+        attention = partial(SDPA, *self[:6], scale=self.scale, enable_gqa=self.enable_gqa)
+        if torch.compiler.is_compiling() or self.attn_mask is None or not is_captured(self.query):
+            return attention()
+        enabled = cuda.cudnn_sdp_enabled()
+        cuda.enable_cudnn_sdp(enabled and not cuda.math_sdp_enabled())
+        try:
+            return attention()
+        finally:
+            cuda.enable_cudnn_sdp(enabled)
 
     def parts(self) -> Parts | None:
         """Return the parts that the mask leaves of each sequence, or None; see `parts_of`."""
@@ -143,8 +154,8 @@ def refuse(reason: str, otherwise: str, depth: int) -> None:
     """Raise, or warn once that attention stays exact, `depth` calls above this one."""
     if otherwise == "error":
         raise ValueError(reason)
-    kind, _, _ = reason.partition(", got ")  # the rest may differ from call to call
-    warn_once(f"attention stays exact where SageBwd can't compute it: {reason}.", depth, kind)
+    # What was got may differ from call to call.
+    warn_once(f"attention stays exact where SageBwd can't compute it: {reason}.", depth, reason.partition(", got ")[0])
 
 
 def not_installed(package: str, error: Exception) -> ImportError:

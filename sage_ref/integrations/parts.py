@@ -52,9 +52,8 @@ def can_be_read(x: Tensor) -> bool:
         return False
     if is_causal_bias(x):
         return True
-    if x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor):
-        return False
-    return not (torch._C._are_functorch_transforms_active() or is_captured(x))
+    without_numbers = x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor)
+    return not (without_numbers or torch._C._are_functorch_transforms_active() or is_captured(x))
 
 
 def is_causal_bias(x: Tensor) -> bool:

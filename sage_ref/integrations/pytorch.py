@@ -97,7 +97,8 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     then computed on its own tokens, together with others of the same length. A query that sees no key gets zeros; so
     does one in the padding of a causal mask. On a GPU each call with a mask waits and reads it, but for
     torch.nn.attention.bias, whose two causal biases need no reading. torch.compile, torch.func, torch.vmap and the
-    capture of a CUDA graph can't read a mask: there SageBwd can't compute a call with one.
+    capture of a CUDA graph can't read a mask: there SageBwd can't compute a call with one. In a CUDA graph PyTorch then
+    computes it without cuDNN, whose first call can't be captured.
 
     Strides of the output are those that SDPA's fused kernels give it: they follow the strides of query.
 
@@ -202,7 +203,7 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         return tokens < least
 
     def unreachable(self, reason: str) -> None:
-        self.seen = self.seen or not torch.compiler.is_compiling()
+        self.seen |= not torch.compiler.is_compiling()
         refuse(reason, self.policy.otherwise, depth=4)
 
 
