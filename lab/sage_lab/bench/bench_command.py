@@ -1,4 +1,4 @@
-"""The command `bench`: times of the public functions or of every level, launch tables, or rates of memory."""
+"""The command `bench`: times of the public functions or of every level, launch tables, or the L2 cache's rate."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -46,7 +46,7 @@ class Bench(Arguments):
     op: Annotated[Literal["sagebwd", "sla2"], "which kernels"] = "sagebwd"
     levels: Annotated[bool, "time every level"] = False
     tune: Annotated[bool, "time launch settings for this GPU instead"] = False
-    rates: Annotated[bool, "time reading from the L2 cache and from memory instead"] = False
+    rates: Annotated[bool, "time reading from the L2 cache instead"] = False
     workers: Annotated[int, positive, "processes that compile for --tune"] = 8
     n: Annotated[tuple[int, ...], positive, "only these sequence lengths"] = ()
     head_dim: Annotated[tuple[int, ...], positive, "only these head sizes"] = ()

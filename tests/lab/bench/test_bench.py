@@ -271,12 +271,11 @@ def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one
 
 
 def test_a_rate_counts_what_all_programs_read_and_a_sum_that_lacks_a_tile_is_refused(monkeypatch):
-    monkeypatch.setattr(rates, "ROUNDS", 3)
-    together, apart = rates.rate_rows(CPU, sizes=[2**16], programs=2)
-    assert together["terabytes_per_second"] == apart["terabytes_per_second"] == round(2 * 3 * 2**14 / 0.25e9, 3)
-    monkeypatch.setattr(torch.Tensor, "sum", lambda x, *_, of=torch.Tensor.sum, **to: of(x[1:], 0, **to))
-    with pytest.raises(RuntimeError, match="^read_kernel: expected the sums of 3 tiles"):
-        list(rates.rate_rows(CPU, sizes=[2**16], programs=2))
+    (row,) = rates.rate_rows(CPU, sizes=[2**16], count=3, total=3 * 5 * 2**14)
+    assert row["terabytes_per_second"] == round(3 * 5 * 2**14 / 0.25e9, 3)
+    monkeypatch.setattr(rates, "read", lambda buffer, sums, rounds, of=rates.read: of(buffer, sums, rounds - 1))
+    with pytest.raises(RuntimeError, match="^read_kernel: expected the last program's sums of 5 tiles"):
+        list(rates.rate_rows(CPU, sizes=[2**16], count=3, total=3 * 5 * 2**14))
 
 
 # Launch tables
