@@ -21,12 +21,14 @@ from sage_lab.training.capture import attention_tensors, next_token_loss
 from sage_ref.attention import softmax_scale
 from sage_ref.sagebwd.api import reference_attention
 
-# The arms of a comparison, and what each changes in the model. "printed": one scale a tile, as the paper prints it.
+# The arms of a comparison, each with all in which it differs from another: a model that is probed may be any of them.
+# "printed": one scale a tile, as the paper prints it.
+SAGEBWD = {"attention": "sagebwd", "smooth_k": True, "granularity": "row"}
 ARMS = {
-    "exact": {"attention": "exact"},
-    "sagebwd": {"attention": "sagebwd"},
-    "unsmoothed": {"attention": "sagebwd", "smooth_k": False},
-    "printed": {"attention": "sagebwd", "granularity": "block"},
+    "exact": SAGEBWD | {"attention": "exact"},
+    "sagebwd": SAGEBWD,
+    "unsmoothed": SAGEBWD | {"smooth_k": False},
+    "printed": SAGEBWD | {"granularity": "block"},
 }
 GRADIENTS = ("dQ", "dK", "dV")
 Autocast = Callable[[], AbstractContextManager]

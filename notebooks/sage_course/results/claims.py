@@ -19,11 +19,11 @@ from sage_course.results.pretraining import (
     bias_to_noise,
     final_losses,
     last_errors,
-    last_probes,
     mean_interval,
     noise_checkpoints,
     noise_of,
     paired_differences,
+    paired_gaps,
     pretrain_runs,
     relative_gaps,
     score_groups,
@@ -77,9 +77,7 @@ def claims(runs: Record, layers: Record) -> list[Claim]:
 
 
 def described(gap: Interval) -> str:
-    """Describe a gap, as in "loss +0.2% (95% interval -0.4% to +0.8%, 3 seeds)"."""
-    low, high = gap.mean - gap.half, gap.mean + gap.half
-    return f"loss {gap.mean:+.1%} (95% interval {low:+.1%} to {high:+.1%}, {gap.count} seeds)"
+    return f"loss {gap.words}"
 
 
 def most_error_prone(layers: Record, sizes: Sequence[int]) -> Claim:
@@ -127,19 +125,22 @@ def smoothing(runs: Record, sizes: Sequence[int]) -> Claim:
 
 
 def with_gradients(found: Sequence[Claim], gpt: Record) -> list[Claim]:
-    """Add to three claims what the gradients of the GPTs say at the end of training; losses they don't compare."""
-    probes = last_probes(gpt)
-    with_norm, without = probes["QK-norm"]["errors"], probes["no QK-norm"]["errors"]
-    exact, same = "exact attention's in 16 bit", with_norm["sagebwd"]
+    """Add to three claims what the GPTs say: how far off gradients are at the end of training, and their losses."""
+    runs = gpt.select(arm="sagebwd")
+    errors = {norm: [row["probes"][-1]["errors"] for row in runs if row["qk_norm"] == norm] for norm in (False, True)}
+    (with_norm,), without = errors[True], errors[False]
+    off = {arm: f"{min(x[arm] for x in without):.0%} to {max(x[arm] for x in without):.0%}" for arm in with_norm}
+    exact = "exact attention's in 16 bit"
+    smoothed = mean_interval(paired_gaps(gpt, "unsmoothed", False, "sagebwd"))
     said = {
         "trains as well": f"a GPT's gradient is {with_norm['sagebwd']:.1%} off, {exact} {with_norm['exact']:.1%}",
-        "diverges": f"a GPT's gradient is {without['sagebwd']:.0%} off, but {exact} {without['exact']:.0%}, too",
-        "K-smoothing": f"without it a GPT's gradient is {with_norm['unsmoothed']:.1%} off, with it {same:.1%}",
+        "diverges": f"none of {len(without)} GPTs; their gradients are {off['sagebwd']} off, {exact} {off['exact']}",
+        "K-smoothing": f"GPTs without QK-norm: loss without it {smoothed.words}",
     }
     claims = []
     for claim in found:
         added = next((f"; {text}" for words, text in said.items() if words in claim.paper), "")
-        number = claim.number and claim.number + added
+        number = claim.number and claim.number + added.replace("95% interval ", "")
         claims.append(claim._replace(ours=claim.ours + added, number=number))
     return claims
 

@@ -9,6 +9,7 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from sage_lab.records import Record, Row, markdown_table
+from sage_lab.training.probe import ARMS
 from scipy.special import stdtrit  # the inverse of Student's distribution
 
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -37,6 +38,12 @@ class Interval(NamedTuple):
     error: float
     half: float
     count: int
+
+    @property
+    def words(self) -> str:
+        """As in "+0.2% (95% interval -0.4% to +0.8%, 3 seeds)", of relative differences."""
+        low, high = self.mean - self.half, self.mean + self.half
+        return f"{self.mean:+.1%} (95% interval {low:+.1%} to {high:+.1%}, {self.count} seeds)"
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -167,17 +174,20 @@ GPT = "pretrain_gpt_h200"
 LOST, HELD, JUDGED_PROBES = 1.0, 0.5, 3
 
 
+def paired_gaps(record: Record, arm: str, qk_norm: bool, baseline: str = "exact") -> list[float]:
+    """Return an arm's final losses over those of another, minus one, by seed: the same first weights and batches."""
+    losses = {(row["arm"], row["seed"]): row["final_val_loss"] for row in record.select(qk_norm=qk_norm)}
+    seeds = [seed for of, seed in losses if of == arm and (baseline, seed) in losses]
+    return [losses[arm, seed] / losses[baseline, seed] - 1 for seed in seeds]
+
+
 def judged_losses(record: Record, arm: str, qk_norm: bool) -> str:
-    """Judge an arm's final losses minus those of exact attention by seed: the same first weights and batches.
+    """Judge an arm's final losses against those of exact attention.
 
     "behind" if the 95% interval of the differences (Student's t) is above zero, "level" if it ends below the paper's
     largest gap, else "undecided". A single seed is undecided, whatever it says.
     """
-    losses = {}
-    for row in record.select(qk_norm=qk_norm):
-        losses.setdefault(row["arm"], {})[row["seed"]] = row["final_val_loss"]
-    exact, own = losses.get("exact", {}), losses.get(arm, {})
-    pairs = [own[seed] / exact[seed] - 1 for seed in own if seed in exact]
+    pairs = paired_gaps(record, arm, qk_norm)
     if len(pairs) < 2:
         return "undecided"
     found = mean_interval(pairs)
@@ -219,29 +229,34 @@ def of_layers(record: Record, arm: str) -> dict[str, list[tuple[float, float]]]:
 def gpt_table(record: Record) -> str:
     """Return what is known of every GPT: its loss, its scores, and how far off its gradient is with each attention."""
     lines = []
-    for row in record.rows:
+    for row in sorted(record.rows, key=lambda row: (row["qk_norm"], row["arm"], row["seed"])):
         last = row["probes"][-1]
-        errors = (f"{last['errors'][arm]:.3g}" for arm in ("exact", "sagebwd", "unsmoothed", "printed"))
-        in_a_layer = (f"{max(last['attention'][arm]['dQ']):.2g}" for arm in ("exact", "sagebwd", "between"))
+        errors = [f"{x:.3g}" if (x := last["errors"].get(arm)) else "" for arm in ARMS]
+        in_a_layer = [last["attention"].get(arm) for arm in ("exact", "sagebwd", "between")]
+        in_a_layer = [f"{max(x['dQ']):.2g}" if x else "" for x in in_a_layer]
         name = f"{row['arm']}, {'QK-norm' if row['qk_norm'] else 'no QK-norm'}, seed {row['seed']}"
-        verdict = "" if row["arm"] == "exact" else judged_losses(record, row["arm"], row["qk_norm"])
         score = f"{max(last['largest_score']):,.0f}"
-        lines.append((name, f"{row['final_val_loss']:.4f}", verdict, score, *errors, *in_a_layer))
-    header = (
-        "trained with",
-        "held-out loss",
-        "against exact attention",
-        "largest score",
-        "exact in 16 bit",
-        "SageBwd",
-        "no K-smoothing",
-    )
+        lines.append((name, f"{row['final_val_loss']:.4f}", score, *errors, *in_a_layer))
+    header = ("trained with", "held-out loss", "largest score", "exact in 16 bit", "SageBwd", "no K-smoothing")
     header += ("one scale per tile", "exact, one layer", "SageBwd, one layer", "kernels against PyTorch")
     row = record.rows[0]
     described = (
         f"{row['parameters'] / 1e6:.0f} million parameters, {row['tokens'] / 1e6:.0f} million tokens of Linux's "
-        f"sources, {row['tokens_per_step']:,} a batch, learning rate {row['learning_rate']:g}. From the fifth column "
+        f"sources, {row['tokens_per_step']:,} a batch, learning rate {row['learning_rate']:g}. From the fourth column "
         "on: |g - exact| / |exact| at the end, of the whole model's gradient on four held-out sequences, then of dQ in "
-        f"the worst layer by itself; {record.caption}."
+        f"the worst layer by itself. {record.provenance['erratum']} {record.caption[0].upper()}{record.caption[1:]}."
     )
-    return f"{markdown_table(header, lines)}\n\n{described}"
+    return f"{markdown_table(header, lines)}\n\n{described}\n\n{gpt_losses(record)}"
+
+
+def gpt_losses(record: Record) -> str:
+    """Return a table of the arms' losses, each minus exact attention's, and without K-smoothing minus with it."""
+    lines = []
+    for arm, baseline in (("sagebwd", "exact"), ("unsmoothed", "exact"), ("unsmoothed", "sagebwd")):
+        for qk_norm in (False, True):
+            pairs = paired_gaps(record, arm, qk_norm, baseline)
+            words = mean_interval(pairs).words if len(pairs) > 1 else ", ".join(f"{x:+.1%} (1 seed)" for x in pairs)
+            verdict = judged_losses(record, arm, qk_norm) if baseline == "exact" else ""
+            if pairs:
+                lines.append((f"{arm} against {baseline}", "yes" if qk_norm else "no", words, verdict))
+    return markdown_table(("held-out loss", "QK-norm", "difference", "verdict"), lines)

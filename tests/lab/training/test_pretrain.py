@@ -199,7 +199,8 @@ def test_divergence_ends_the_run_as_a_result_also_if_it_is_killed_as_it_diverges
 
 
 def test_a_probe_is_the_error_of_the_gradient_at_every_report_once_and_changes_nothing(tmp_path, monkeypatch):
-    config = replace(CONFIG, backend="reference")
+    """Whatever the run itself trains with."""
+    config = replace(CONFIG, backend="reference", **ARMS["unsmoothed"])
     run = config, replace(SETTINGS, steps=2, report_every=1, probe_sequences=2)
     when = lambda training, path: training.step == 2  # noqa: E731
     cases.stopped_run(monkeypatch, "save", when, tmp_path, *run)
@@ -220,7 +221,7 @@ def test_a_probe_is_the_error_of_the_gradient_at_every_report_once_and_changes_n
 
     exact, last = gradients(CONFIG), training.probes[-1]
     for arm, changes in ARMS.items():
-        found = gradients(replace(config, **changes))
+        found = gradients(replace(CONFIG, backend="reference", **changes))
         if arm != "exact":
             assert last["errors"][arm] == error(found)
     assert last["errors"]["exact"] < 1e-5
