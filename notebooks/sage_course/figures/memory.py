@@ -6,11 +6,11 @@ from matplotlib.figure import Figure
 
 from sage_course.figures.diagrams import Box, diagram, draw_arrow, draw_box, draw_note
 from sage_course.figures.style import BLUE, GREEN, ORANGE, SKY
-from sage_course.results.hopper_model import INT8_RATE, L2_RATE, MULTIPROCESSORS, PEAK
+from sage_course.results.hopper_model import INT8_RATE, L2_RATES, MULTIPROCESSORS, PEAK
 
 CLOCK = PEAK["INT8"] * 1e12 / (2 * INT8_RATE * MULTIPROCESSORS)  # Hz at which the data sheet's peak is reached
-SHARED_RATE = 128  # bytes per clock of one multiprocessor: 32 banks of 4 bytes
-HBM_RATE = 4.8  # TB/s
+SHARED_RATE = 128 * MULTIPROCESSORS * CLOCK / 1e12  # 32 banks of 4 bytes
+RATES = f"{SHARED_RATE:.0f} TB/s", f"{L2_RATES[8]:.1f} TB/s (measured)", "4.8 TB/s"  # from one memory to the next
 
 
 class Memory(NamedTuple):
@@ -30,19 +30,13 @@ MEMORIES = (
 )
 
 
-def memory_rates() -> tuple[float, float, float]:
-    """Return TB/s of the whole GPU: registers from shared memory, shared memory from L2, L2 from HBM."""
-    per_clock = SHARED_RATE * MULTIPROCESSORS, L2_RATE * MULTIPROCESSORS
-    return *(rate * CLOCK / 1e12 for rate in per_clock), HBM_RATE
-
-
 def memory_hierarchy() -> Figure:
     """Draw registers, shared memory, L2 cache and HBM of an H200: sizes, rates, tensors of a fused forward kernel.
 
     Sources: NVIDIA's data sheet of the H200 (141 GB, 4.8 TB/s; the clock from its 1979 TOPS); Hopper Tuning Guide and
     CUDA C++ Programming Guide, compute capability 9.0 (per multiprocessor, of which there are 132: 64K registers of 4
-    bytes, 228 KB of shared memory, 32 banks of 4 bytes a clock); the L2 cache's size as PyTorch reports it. The L2
-    cache's rate is an estimate, see `hopper_model`. No rate of the registers is published.
+    bytes, 228 KB of shared memory, 32 banks of 4 bytes a clock); the L2 cache's size as PyTorch reports it, and
+    its rate as we measured it, see `hopper_model`. No rate of the registers is published.
     """
     figure, axes = diagram(8.6, 4.5, "Large memories are slow: a fused kernel keeps S and P where memory is fastest")
     gap, middle = 1.15, 4.3
@@ -52,10 +46,10 @@ def memory_hierarchy() -> Figure:
         draw_note(axes, (middle - 1.55, y + 0.14), memory.name, fontweight="bold")
         draw_note(axes, (middle - 1.55, y - 0.15), memory.size)
         draw_chips(axes, middle - 0.45, y, memory)
-    for row, rate in enumerate(memory_rates()):
-        y, estimated = 4.0 - gap * (row + 0.5), " (estimate)" if row == 1 else ""
+    for row, rate in enumerate(RATES):
+        y = 4.0 - gap * (row + 0.5)
         draw_arrow(axes, (middle - 1.55, y - 0.19), (middle - 1.55, y + 0.19), arrowstyle="<|-|>")
-        draw_note(axes, (middle - 1.4, y), f"{rate:.2g} TB/s{estimated}", ha="left")
+        draw_note(axes, (middle - 1.4, y), rate, ha="left")
     return figure
 
 

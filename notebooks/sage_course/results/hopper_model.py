@@ -1,8 +1,9 @@
 """The course's cost model of the kernels on a Hopper GPU: how many clocks a multiprocessor needs for one score.
 
-The work of each unit comes from counted instructions, and its rate from NVIDIA's data sheets. One rule says what
-overlaps. A warp that has started a matmul waits for it, so the tensor cores take turns with all the rest. The other
-units (exp2, ALU, issue slots, L2 cache) work at the same time, and the busiest of them sets the pace:
+The work of each unit comes from counted instructions, and its rate from NVIDIA's data sheets. The L2 cache's rate is
+measured. One rule says what overlaps. A warp that has started a matmul waits for it, so the tensor cores take turns
+with all the rest. The other units (exp2, ALU, issue slots, L2 cache) work at the same time, and the busiest of them
+sets the pace:
 
     clocks of a program = tensor cores + the busiest other unit
 
@@ -14,14 +15,12 @@ busiest unit, and one that takes more than the sum of all units waits for someth
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sage_lab.records import Record, Row
+from sage_lab.records import Record, Row, read_record
 
 MULTIPROCESSORS = 132
 # Rates of one multiprocessor of an H200 per clock: multiply-adds of the tensor cores, instructions of the other units.
-# All share the L2 cache; its 5120 bytes are NVIDIA's number for the generation before.
 INT8_RATE, SIXTEEN_BIT_RATE = 4096, 2048
 EXP2_RATE, ALU_RATE, ISSUE_RATE = 16, 64, 128
-L2_RATE = 5120 / MULTIPROCESSORS
 EXP2_KINDS, ALU_KINDS = ("exp2", "rounding"), ("conversion", "maximum", "move")
 UNIT_NAMES = {
     "tensor": "tensor cores", "exp2": "exp2 unit, float to integer too", "alu": "other conversions, maxima, moves",
@@ -30,6 +29,9 @@ UNIT_NAMES = {
 # Data sheet of the H200, dense, in TOPS. Per multiprocessor and clock these are 8192 and 4096 operations, so a second
 # has PEAK / 4096 of 10^12 clocks, added over all multiprocessors.
 PEAK = {"INT8": 1979, "bf16": 989}
+# Measured TB/s by the MB that all programs read. Two heads' K and V, 8192 tokens of D=128 in bf16, have 8 MB.
+L2_RATES = {row["bytes"] >> 20: row["terabytes_per_second"] for row in read_record("rates_h200").rows}
+L2_RATE = L2_RATES[8] * 4096 / PEAK["bf16"]
 
 
 class Work(NamedTuple):
