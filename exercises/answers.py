@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import os
+import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sage_course.gaps import Difference, Mistake, compare, defined, difference, edited, have_the_same_parts
+from sage_lab.capstones import trials
 from sage_lab.capstones.observe import observe
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -50,10 +52,10 @@ class Exercise:
         self.name, self.variant = name, variant
         if not torch.cuda.is_available():
             os.environ.setdefault("TRITON_INTERPRET", "1")
-        self.master = read_source(name, "master", variant)
-        task = define(f"task_{name}", read_source(name, "task", variant).encode(), f"{name}/task.py").task
-        self.tests, self.mistakes, self.triton = tuple(task.tests), task.mistakes, task.triton
-        self.capstone = task.capstone
+        self.master = read_source(name, "master.py", variant)
+        task = define(f"task_{name}", read_source(name, "task.py", variant).encode(), f"{name}/task.py").task
+        self.tests, self.triton, self.capstone = tuple(task.tests), task.triton, task.capstone
+        self.mistakes = () if self.capstone else read_mistakes(name, variant)
         self.stub = stub_of(self.master, f"{name}/master.py")[0]
 
     @property
@@ -114,9 +116,20 @@ load_exercise = functools.cache(Exercise)  # a class is graded with what the mas
 
 
 def read_source(name: str, file: str, variant: int = 1) -> str:
-    """Return an exercise's master or task. Students have it packed, so that nobody reads it by accident."""
-    packed = ROOT / name / f"{file}.z"
-    return zlib.decompress(packed.read_bytes()).decode() if packed.exists() else read_text(name, f"{file}.py", variant)
+    """Return a file that tells the solution. Students have it packed, so that nobody reads it by accident."""
+    packed = (ROOT / name / file).with_suffix(".z")
+    return zlib.decompress(packed.read_bytes()).decode() if packed.exists() else read_text(name, file, variant)
+
+
+def read_mistakes(name: str, variant: int = 1) -> tuple[Mistake, ...]:
+    """Return the mistakes of an exercise; a capstone's hint may be a name in `sage_lab.capstones.trials`."""
+    mistakes = []
+    for facts in tomllib.loads(read_source(name, "mistakes.toml", variant))["mistake"]:
+        (old, new), *more = facts["edits"]
+        hint = facts.get("hint", "")
+        hint = getattr(trials, hint, hint)
+        mistakes.append(Mistake(old, new, hint, tuple(map(tuple, more)), facts.get("test", "")))
+    return tuple(mistakes)
 
 
 def make(function: Any, call: Call) -> Outcome:

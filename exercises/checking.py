@@ -2,21 +2,18 @@
 
 import re
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sage_course.gaps import Mistake
-from sage_lab.capstones import trials
 from sage_lab.records import markdown_table
 
 from exercises import ROOT, exercise_names, stubs
-from exercises.answers import Error, Exercise, Judge, attempt, load_exercise
+from exercises.answers import Error, Exercise, Judge, attempt, load_exercise, read_mistakes
 from exercises.grading import grade, table
 from exercises.handing_in import VISIBLE_SEED
 from exercises.isolation import Failure, Outcome, Sandbox
 from exercises.task import Call
-from exercises.variants import read_text
 
 SEEDS = (VISIBLE_SEED, "check")
 
@@ -55,7 +52,7 @@ def check_exercise(
         result = grade(exercise, load_exercise(name).master.encode(), SEEDS, sandbox)
         if result.score > exercise.points / 2:
             problems.append(f"the first variant's master earns more than half of the points:\n{table(result)}")
-    mistakes = mistakes_of(exercise)
+    mistakes = read_mistakes(name, variant)
     if not all_mistakes and exercise.capstone:
         mistakes = list({mistake.test: mistake for mistake in reversed(mistakes)}.values())
     for seed in (VISIBLE_SEED, *map(str, range(1, seeds))):
@@ -64,20 +61,6 @@ def check_exercise(
             if hint != met:
                 problems.append(f"the mistake {mistake.new!r} should meet {hint!r}, and met {met!r}")
     return problems
-
-
-def mistakes_of(exercise: Exercise) -> Sequence[Mistake]:
-    """Return an exercise's mistakes. Those of a capstone lie in a file of their own: its grading needs none of them."""
-    if not exercise.capstone:
-        return exercise.mistakes
-    milestones = tomllib.loads(read_text(exercise.name, "mistakes.toml", exercise.variant))
-    mistakes = []
-    for milestone, wrong in milestones.items():
-        for facts in wrong:
-            (old, new), *more = facts["edits"]
-            hint = getattr(trials, facts["hint"], facts["hint"]) if "hint" in facts else ""  # a name or the hint
-            mistakes.append(Mistake(old, new, hint, tuple(map(tuple, more)), milestone))
-    return mistakes
 
 
 def outcomes_of(functions: dict[str, Any], calls: Sequence[Call]) -> Iterator[Outcome | Failure]:

@@ -30,7 +30,8 @@ SHARED = ["notebooks/sage_course/__init__.py", "notebooks/sage_course/gaps.py", 
 SHARED += [f"lab/sage_lab/{name}.py" for name in ("command_line", "files")]
 SHARED += [f"lab/sage_lab/capstones/{name}.py" for name in ("__init__", "observe", "trials")]
 PINNED = ("torch", "triton", "numpy")  # what grading needs, under constraints.txt
-PRIVATE = ("master.py", "task.py", "hidden_seeds.json", "weights.json")
+SOLUTION = ("master.py", "task.py", "mistakes.toml")  # of an exercise: what tells its solution
+PRIVATE = (*SOLUTION, "hidden_seeds.json", "weights.json")
 ZIP_DATE = (1980, 1, 1, 0, 0, 0)
 
 SETUP = f"""#!/usr/bin/env bash
@@ -144,8 +145,8 @@ def read_weights(path: Path, names: list[str]) -> dict[str, float]:
 def package(folder: Path, names: list[str], seeds: list[str], variant: int = 1) -> list[Path]:
     """Write autograder.zip, student.zip and hidden_seeds.json to a folder; the same input gives the same bytes.
 
-    Students get stubs, and masters and tasks packed, so that nobody reads them by accident. A package has one variant,
-    and knows nothing of others.
+    Students get stubs; the rest of an exercise is packed, so that nobody reads it by accident. A package has one
+    variant, and knows nothing of others.
     """
     folder.mkdir(parents=True, exist_ok=True)
     exercises = {name: Exercise(name, variant) for name in names}
@@ -156,15 +157,15 @@ def package(folder: Path, names: list[str], seeds: list[str], variant: int = 1) 
     student = {**engine, "README.md": STUDENT_README.replace("FIRST", names[0]).encode()}
     for name, exercise in exercises.items():
         student[f"exercises/{name}/exercise.py"] = exercise.stub.encode()
-        for file in ("master", "task"):
-            student[f"exercises/{name}/{file}.z"] = zlib.compress(text(name, f"{file}.py"), 9)
+        for file in SOLUTION:
+            student[f"exercises/{name}/{Path(file).stem}.z"] = zlib.compress(text(name, file), 9)
     autograder = {
         **engine,
         "setup.sh": SETUP.encode(),
         "run_autograder": RUN.encode(),
         "constraints.txt": (REPOSITORY / "constraints.txt").read_bytes(),
         "exercises/gradescope.py": (ROOT / "gradescope.py").read_bytes(),
-        **{f"exercises/{name}/{x}": text(name, x) for name in names for x in ("master.py", "task.py")},
+        **{f"exercises/{name}/{x}": text(name, x) for name in names for x in SOLUTION},
         "exercises/weights.json": json.dumps({name: x.points for name, x in exercises.items()}, indent=1).encode(),
         "exercises/hidden_seeds.json": json.dumps(seeds or NO_HIDDEN).encode(),
     }

@@ -1,4 +1,4 @@
-"""What a task.py is written with: a Task of tests, their inputs, and the mistakes that students make.
+"""What a task.py is written with: a Task of tests, and their inputs.
 
 A test draws calls of one function. The grader makes them with the submission and with the master, and compares what
 comes. If that differs, the hint is that of the mistake with which the master gives the same: see `sage_course.gaps`.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from sage_course.gaps import Mistake, close_entries
+from sage_course.gaps import close_entries
 from sage_lab.capstones import trials
 from torch import Tensor
 
@@ -78,7 +78,7 @@ class Test(NamedTuple):
 
 
 class Task:
-    """The tests of one exercise, in the order in which a student should solve them, and its mistakes.
+    """The tests of one exercise, in the order in which a student should solve them.
 
     agree: how results are compared where a test says nothing else. triton: whether its functions launch Triton kernels.
     """
@@ -86,7 +86,6 @@ class Task:
     def __init__(self, agree: float | str = "entries", triton: bool = False):
         self.agree, self.triton = agree, triton
         self.tests: list[Test] = []
-        self.mistakes: tuple[Mistake, ...] = ()
         self.capstone = ""
 
     def test(self, name: str, **facts: Any) -> Callable:

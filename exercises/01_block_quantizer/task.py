@@ -1,6 +1,6 @@
-"""Tests and mistakes of 01_block_quantizer."""
+"""Tests of 01_block_quantizer."""
 
-from exercises.task import Call, Mistake, Task, off_ties, quantize
+from exercises.task import Call, Task, off_ties, quantize
 
 task = Task(agree=1e-06)
 
@@ -41,20 +41,3 @@ def back(draw):
     block = draw.choice((16, 32))
     values, scale = quantize(rows(draw, block, 7)[: draw.integers(70, 100)], block)
     yield Call("dequantize_block", (values, scale[:, None], block))
-
-
-task.mistakes = (
-    Mistake("scale.repeat_interleave(block_size, dim=0)[: len(values)]", "scale[0]"),
-    Mistake("torch.empty_like(x, dtype=torch.int8)", "torch.empty_like(x)",
-        "values must be int8 and scale float32: convert after rounding."),
-    Mistake("torch.round(block / divisor)", "(block / divisor)",
-        "Values are off by one here and there: nearest integer, ties to even, not truncated."),
-    Mistake("/ INT8_MAX", "/ 128", "",
-        (("torch.round(block / divisor)", "torch.round(block / divisor).clamp(-128, 127)"),)),
-    Mistake("block.abs().amax()", "x.abs().amax()",
-        "Is the scale per block, or per tensor, row or column? One number per block of rows: [blocks, 1]."),
-    Mistake("torch.round(block / divisor)", "((block / divisor).abs() + 0.5).floor().mul(block.sign())",
-        "Values are off by one here and there: nearest integer, ties to even, not truncated."),
-    Mistake("torch.round(block / divisor)", "torch.round(block / scale)",
-        "A block of zeros should come out as zeros with a finite scale. What is 0 / 0?"),
-)  # fmt: skip

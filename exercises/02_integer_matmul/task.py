@@ -1,8 +1,8 @@
-"""Tests and mistakes of 02_integer_matmul."""
+"""Tests of 02_integer_matmul."""
 
 import torch
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task()
 
@@ -61,17 +61,3 @@ def tiled(draw):
     pairs = [cancelling(draw, rows, half, columns) for _ in range(3)]
     a, b = torch.cat([a for a, _ in pairs], 1), torch.cat([b for _, b in pairs])
     yield Call("tiled_matmul", (a, scales(draw, rows, 3), b, scales(draw, 3), 2 * half))
-
-
-task.mistakes = (
-    Mistake("integer_matmul(a, b) * s_a * s_b", "(a * s_a) @ (b * s_b)"),
-    Mistake("a.int() @ b.int()", "(a.half() @ b.half()).nan_to_num().to(torch.int32)",
-        "Sums beyond a few hundred or thousand are off. Which dtype adds up the products, and how many bits has it?"),
-    Mistake("a.int() @ b.int()", "(a.float() @ b.float()).to(torch.int32)",
-        "Very long sums are slightly off. Up to where does float32 hold every whole number?"),
-    Mistake("integer_matmul(a, b) * s_a * s_b", "integer_matmul(a, b) * s_a", "Is one of the two scales missing?"),
-    Mistake("return result", "return integer_matmul(a, b) * a_scale.mean(-1, keepdim=True) * b_scale.mean()"),
-    Mistake("[:rows, None]", "[None, :rows]",
-        "Which operand's scale runs along the rows of the product, and which along its columns?",
-        (("[None, :columns]", "[:columns, None]"),)),
-)  # fmt: skip

@@ -1,10 +1,10 @@
-"""Tests and mistakes of 03_key_smoothing."""
+"""Tests of 03_key_smoothing."""
 
 import math
 
 import torch
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(agree=0.0001)
 
@@ -52,26 +52,3 @@ def identity(draw):
     ds = draw.integers(-64, 65, q.shape[0], q.shape[1], k.shape[1]).float()
     ds[..., -1] -= ds.sum(-1)
     yield Call("grad_through_mean", (ds + 1, q))
-
-
-task.mistakes = (
-    Mistake("fake_quantize(query) @ fake_quantize(k_smooth).mT", "query @ k_smooth.mT",
-        "This is exact attention. Where are Q and K rounded to INT8?"),
-    Mistake("s.logsumexp(-1) + removed.squeeze(-1)", "s.logsumexp(-1)",
-        "This is the log-sum-exp of the smoothed scores. What did smoothing take from row i?"),
-    Mistake("key.mean(-2", "key.mean(-1", "Over which axis is the mean? Every head has its own, over its tokens."),
-    Mistake("""\
-    k_smooth, _ = smooth_key(key)
-    return fake_quantize(grad_scores) @ fake_quantize(k_smooth) / math.sqrt(key.shape[-1])
-""", """\
-    k_smooth, k_mean = smooth_key(key)
-    ds_hat = fake_quantize(grad_scores)
-    dq = ds_hat @ fake_quantize(k_smooth) + ds_hat.sum(-1, keepdim=True) * k_mean
-    return dq / math.sqrt(key.shape[-1])
-""", "The right row sum of dS is 0. Does the term with rowsum(dS^) repair an error or add one?"),
-    Mistake("* c).mean(-2", "* c).sum(-2",
-        "Key j has a share of 1/N in the mean, and the mean is subtracted: is 1/N there, and the sign?"),
-    Mistake("fake_quantize(k_smooth).mT", "fake_quantize(key).mT",
-        "The error is that of keys with their offset. Which keys are rounded: K, or K_sm?",
-        (("query @ k_mean.mT * c", "0 * query @ k_mean.mT"),)),
-)  # fmt: skip

@@ -1,8 +1,8 @@
-"""Tests and mistakes of 04_query_smoothing."""
+"""Tests of 04_query_smoothing."""
 
 import torch
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(agree=1e-05)
 SIZES = ((16, 0), (16, 5), (32, 11))  # block, and how many tokens stand in the last, partial block
@@ -54,20 +54,3 @@ def exact(draw):
         ds[rows, ::block] = 127
     yield Call("scores", (q, k, block))
     yield Call("grad_key", (ds, q, block))
-
-
-task.mistakes = (
-    Mistake("c * (fake_quantize(q_smooth[rows]) @ fake_quantize(k_j).mT + q_mean[i] @ k_j.mT)",
-        "c * query[rows] @ k_j.mT", "This is the exact product. Which operands are rounded to INT8?"),
-    Mistake("query[rows].mean(0)", "query.mean(0)", "Is the mean that of the block, or of the whole sequence?"),
-    Mistake("c * (fake_quantize(q_smooth[rows]) @ fake_quantize(k_j).mT + q_mean[i] @ k_j.mT)",
-        "c * fake_quantize(q_smooth[rows]) @ fake_quantize(k_j).mT",
-        "The softmax doesn't cancel mu_Q K^T: it differs from key to key. Where is it put back?"),
-    Mistake("""\
-            dk[columns] += c * torch.outer(ds_ij.sum(0), q_mean[i])
-""", "", "dK = c dS^T Q has two parts, because Q = Q_sm + 1 mu_Q^T. Where is the second?"),
-    Mistake("k_j = key[columns]", "k_j = fake_quantize(key[columns])",
-        "The product with mu_Q takes the keys as they are. Only the INT8 product rounds them."),
-    Mistake("ds_ij.sum(0)", "ds_ij.sum(1)",
-        "The branch through mu_Q needs one number per key: the sum of dS over which axis?"),
-)  # fmt: skip

@@ -1,10 +1,10 @@
-"""Tests and mistakes of 05_online_softmax."""
+"""Tests of 05_online_softmax."""
 
 import math
 
 import torch
 
-from exercises.task import Call, Mistake, Task, off_ties, quantize
+from exercises.task import Call, Task, off_ties, quantize
 
 task = Task(agree="roundings")
 
@@ -61,29 +61,3 @@ def far_below(draw):
     s, v = 2 * draw.normal(n, n), off_ties(draw.normal(n, draw.choice((16, 32))), block)
     s[:, block : 2 * block] -= 300
     yield Call("online_softmax", (s.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -math.inf), v, block))
-
-
-task.mistakes = (
-    Mistake("scale = torch.exp(s_ij.amax(-1, keepdim=True) - m_new) / 127", "scale = torch.full_like(m_new, 1 / 127)",
-        "A constant scale 1/127 sends small rows to 0. What is the largest entry of each row?"),
-    Mistake("torch.exp(m - m_new)", "torch.exp(m_new - m)",
-        "l and O are sums of exp(s - m) with the old m and must become sums with the new one: by which factor?"),
-    Mistake("""\
-    p = torch.exp(s_ij - m_new)
-    scale = torch.exp(s_ij.amax(-1, keepdim=True) - m_new) / 127
-    divisor = torch.where(scale < torch.finfo(scale.dtype).tiny, 1, scale)
-    return torch.round(p / divisor).to(torch.int8), scale, p.sum(-1, keepdim=True)
-""", """\
-    row_max = s_ij.amax(-1, keepdim=True)
-    p = torch.exp(s_ij - row_max)
-    below = torch.exp(row_max - m_new)
-    return torch.round(127 * p).to(torch.int8), below / 127, below * p.sum(-1, keepdim=True)
-""", "A row that is masked or tiny throughout gives NaN or infinity. What is 0 / 0 here?"),
-    Mistake("integer_matmul(p_values, v_values) * p_scale * v_scale", "torch.exp(s_ij - m_new) @ (v_values * v_scale)",
-        "This is the product of P before rounding. The INT8 values of P belong in it."),
-    Mistake("torch.full((scores.shape[0], 1), -math.inf)", "torch.zeros(scores.shape[0], 1)",
-        "Scores far below zero give NaN or a wrong output. From which value must the running maximum start?"),
-    Mistake("rescale * l + row_sum", "row_sum", "l forgets the tiles before. (Algorithm 1 as printed does so, too.)"),
-    Mistake("p / divisor", "p / scale",
-        "A row that is masked or tiny throughout gives NaN or infinity. What is 0 / 0 here?"),
-)  # fmt: skip

@@ -1,8 +1,8 @@
-"""Tests and mistakes of 06_ds_and_delta."""
+"""Tests of 06_ds_and_delta."""
 
 import math
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(agree=1e-05)
 
@@ -62,20 +62,3 @@ def small(draw):
         yield from tile(draw, size=2.0**power)
     (call,) = tile(draw)
     yield call._replace(arguments=(0 * call.arguments[0], *call.arguments[1:]))
-
-
-task.mistakes = (
-    Mistake("torch.where(scale > 0, scale, 1)", "scale.clamp(min=1e-8)",
-        "A dS of 1e-7 must survive: dS and its scale in float32, and no lower limit on the scale."),
-    Mistake("(grad_output.float() * output.float()).sum", "(grad_output * output).float().sum",
-        "Products of float16 tensors are float16: rounded, and 0 below 6e-8. Convert before multiplying."),
-    Mistake("do_i.float() @ v_j.float().mT", "do_i @ v_j.mT",
-        "dP - delta is a small difference of large numbers. Is all of it float32, dO and V before their product?"),
-    Mistake("p_ij * (dp - delta_i)", "p_ij * dp", "This is P * dP. What is subtracted from every row of dP?"),
-    Mistake("scale = ds.abs().amax() / 127", "scale = (ds.half().abs().amax() / 127).float()",
-        "A dS of 1e-7 must survive: dS and its scale in float32, and no lower limit on the scale."),
-    Mistake("torch.exp(query.float() @ k_j.float().mT * c - log_sum_exp[:, None])",
-        "torch.softmax(query.float() @ k_j.float().mT * c, -1)",
-        "A tile doesn't hold the whole row, so its softmax isn't P. L knows the whole row."),
-    Mistake("ds / torch.where(scale > 0, scale, 1)", "ds / scale"),
-)  # fmt: skip

@@ -1,6 +1,6 @@
-"""Tests and mistakes of 07_backward_tile."""
+"""Tests of 07_backward_tile."""
 
-from exercises.task import Call, Mistake, Task, backward_case
+from exercises.task import Call, Task, backward_case
 
 task = Task(agree="roundings")
 
@@ -42,30 +42,3 @@ def full(draw):
     block_q, block_kv = draw.choice(((32, 24), (24, 32)))
     n_q, n_k = 2 * block_q + draw.integers(5, 16), block_kv + draw.integers(5, 16)
     yield Call("backward", (*inputs(draw, n_q, n_k, block_q, block_kv), block_q, block_kv))
-
-
-task.mistakes = (
-    Mistake("dq[rows] += dq_i", "dq[rows] = dq_i",
-        "A gradient holds the share of one tile only. Are the shares of all tiles added?",
-        (("dk[columns] += dk_j", "dk[columns] = dk_j"), ("dv[columns] += dv_j", "dv[columns] = dv_j"),)),
-    Mistake("""\
-    ds_hat = quantize(p_ij * (dp_ij - delta_i))
-""", """\
-    p_values, p_scale = quantize(p_ij)
-    ds_hat = quantize(p_values * p_scale * (dp_ij - delta_i))
-""", "dS takes P before rounding. The rounded one is for dV."),
-    Mistake("dv = scaled_matmul(transposed(quantize(p_ij)), quantize(do_i))", "dv = p_ij.mT @ do_i.float()",
-        "Are both operands of dV rounded, P and dO?"),
-    Mistake("scaled_matmul(quantize(q_i), transposed(quantize(k_j))) / math", "q_i.float() @ k_j.float().mT / math",
-        "P must belong to the L that is given, and the forward computed that from rounded Q and K.",
-        (("dv = scaled_matmul(transposed(quantize(p_ij)), quantize(do_i))", "dv = p_ij.mT @ do_i.float()"),
-         ("ds_hat = quantize(p_ij * (dp_ij - delta_i))", "ds = p_ij * (dp_ij - delta_i)"),
-         ("scaled_matmul(ds_hat, quantize(k_j))", "ds @ k_j.float()"),
-         ("scaled_matmul(transposed(ds_hat), quantize(q_i))", "ds.mT @ q_i.float()"),)),
-    Mistake("quantize(k_j)) * c", "quantize(k_j))", "S contains c = 1/sqrt(D). By the chain rule, which gradients do?",
-        (("quantize(q_i)) * c", "quantize(q_i))"),)),
-    Mistake("do_i.float() @ v_j.float().mT", "scaled_matmul(quantize(do_i), transposed(quantize(v_j)))",
-        "dP keeps 16 bit: dO and V as they came, not their rounded forms."),
-    Mistake("torch.exp(s_ij - l_i)", "torch.softmax(s_ij, -1)",
-        "Rows of a tile don't sum to 1: the other keys are elsewhere. L knows the whole row."),
-)  # fmt: skip

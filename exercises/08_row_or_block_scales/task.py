@@ -1,8 +1,8 @@
-"""Tests and mistakes of 08_row_or_block_scales."""
+"""Tests of 08_row_or_block_scales."""
 
 import torch
 
-from exercises.task import Call, Mistake, Task, off_ties
+from exercises.task import Call, Task, off_ties
 
 task = Task(agree="roundings")
 
@@ -65,47 +65,3 @@ def errors(draw):
     """The errors are off. Each is one number over the whole matrix; exact is the same product without rounding."""
     block = draw.choice((16, 24))
     yield Call("relative_errors", (*inputs(draw, block), block))
-
-
-task.mistakes = (
-    Mistake("(left_values.int() @ right_values.int()) * left_scale * right_scale", "left[rows, inner] @ right[inner]",
-        "This is the exact product. Where are both operands rounded?"),
-    Mistake("((found[name] - x).norm() / x.norm()).item()", "((found[name] - x).abs().max() / x.abs().max()).item()",
-        "The error is |x - exact| / |exact|: relative to the exact result, in the L2 norm."),
-    Mistake("""\
-def gradients(
-""", """\
-def per_query(x, right, granularity, block):
-    result = torch.zeros(x.shape[1], right.shape[1])
-    for rows in tiles(x.shape[0], block):
-        values, scale = quantize(right[rows], "block")
-        for columns in tiles(x.shape[1], block):
-            left_values, left_scale = quantize(x[rows, columns], granularity)
-            result[columns] += (left_values * left_scale).mT @ (values * scale)
-    return result
-
-
-def gradients(
-""", "This scale stays inside the sum. Which rows are rows of the result: transpose, then round.",
-        (("tiled_matmul(p.mT, grad_output,", "per_query(p, grad_output,"),
-         ("tiled_matmul(ds.mT, query,", "per_query(ds, query,"),)),
-    Mistake('quantize(right[inner], "block")', "quantize(right[inner], granularity)",
-        "The right operand has one scale per block, whatever the granularity: its rows are summed over.",
-        (("(left_values.int() @ right_values.int()) * left_scale * right_scale",
-          "left_values * left_scale @ (right_values * right_scale)"),)),
-    Mistake('granularity == "block" else -1', 'granularity == "block" else -2',
-        "Is there one scale per row, or one per column?"),
-    Mistake("""\
-    for rows in tiles(left.shape[0], block):
-""", """\
-    left_values, left_scale = quantize(left, granularity)
-    for rows in tiles(left.shape[0], block):
-""", "The scales are those of the whole matrix. Every tile has its own.", (("""\
-            left_values, left_scale = quantize(left[rows, inner], granularity)
-""", """\
-            row_scale = left_scale[rows if granularity == "row" else slice(None)]
-"""),
-         ("(left_values.int() @ right_values.int()) * left_scale * right_scale",
-          "(left_values[rows, inner].int() @ right_values.int()) * row_scale * right_scale"),)),
-    Mistake("x / torch.where(scale > 0, scale, 1)", "x / scale"),
-)  # fmt: skip

@@ -1,8 +1,8 @@
-"""Tests and mistakes of 09_triton_quantize."""
+"""Tests of 09_triton_quantize."""
 
 import torch
 
-from exercises.task import Call, Mistake, Task, off_ties
+from exercises.task import Call, Task, off_ties
 
 task = Task(triton=True, agree=1e-06)
 
@@ -48,20 +48,3 @@ def small(draw):
     yield call(x, block)
     x[block : 2 * block] = 0
     yield call(x, block)
-
-
-task.mistakes = (
-    Mistake("x / tl.where(scale == 0, 1.0, scale)", "x / scale",
-        "What happens to a block of zeros, where X / s is 0 / 0?"),
-    Mistake("tl.max(tl.abs(x)) / 127", "tl.maximum(tl.max(tl.abs(x)), 1e-5) / 127",
-        "Is a block of small numbers scaled by its own maximum, however small? A bound below it costs digits."),
-    Mistake("triton.cdiv(n, block)", "n // block",
-        "Is there one program for every block of rows, the last partial one included, and no other?"),
-    Mistake("tl.max(tl.abs(x))", "tl.max(x)", "The largest magnitude of a block can belong to a negative number."),
-    Mistake("tl.floor(ratio + 0.5).to", "ratio.to",
-        "Is X / s rounded to the nearest integer? Converting to int8 cuts the fraction off."),
-    Mistake("tl.load(x_ptr + offsets, mask=inside, other=0.0)", "tl.load(x_ptr + offsets)",
-        "Rows past the end are loaded into the last block: what do they do to its scale?"),
-    Mistake(".to(tl.int8), mask=inside)", ".to(tl.int8))",
-        "Integers were written past the end of the output. Which rows may be stored?"),
-)  # fmt: skip

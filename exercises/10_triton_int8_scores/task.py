@@ -1,8 +1,8 @@
-"""Tests and mistakes of 10_triton_int8_scores."""
+"""Tests of 10_triton_int8_scores."""
 
 import torch
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(triton=True, agree=1e-06)
 
@@ -40,21 +40,3 @@ def ragged(draw):
     sizes = (draw.integers(33, 64), draw.integers(17, 32)), (32, draw.integers(1, 16)), (draw.integers(1, 16), 32)
     for n_q, n_k in sizes:
         yield call(draw, n_q, n_k, draw.choice((16, 32)), draw.choice((16, 32)))
-
-
-task.mistakes = (
-    Mistake("""\
-    integers = tl.dot(q_hat_i, tl.trans(k_hat_j), out_dtype=tl.int32)
-    s_ij = integers.to(tl.float32) * (c * tl.load(q_scale_ptr + i) * tl.load(k_scale_ptr + j))
-""", """\
-    q_i = (q_hat_i.to(tl.float32) * tl.load(q_scale_ptr + i)).to(tl.float16)
-    k_j = (k_hat_j.to(tl.float32) * tl.load(k_scale_ptr + j)).to(tl.float16)
-    s_ij = tl.dot(q_i, tl.trans(k_j)) * c
-""", "S is nearly right, but rounded: multiply integers, and apply the scales to their exact product."),
-    Mistake("(triton.cdiv(n_q, block_q), triton.cdiv(n_k, block_kv))", "(n_q // block_q, n_k // block_kv)",
-        "Some entries of S were never written. Does every tile have its program, the partial ones included?"),
-    Mistake(" * tl.load(k_scale_ptr + j))", ")", "Each integer stands for s_Q times s_K. Are both in S?"),
-    Mistake("(c * tl.load(q_scale_ptr + i)", "(tl.load(q_scale_ptr + i)", "Is S multiplied by c?"),
-    Mistake("q_scale_ptr + i", "q_scale_ptr", "", (("k_scale_ptr + j", "k_scale_ptr"),)),
-    Mistake("s_ij, mask=inside)", "s_ij)"),
-)  # fmt: skip

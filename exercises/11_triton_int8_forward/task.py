@@ -1,10 +1,10 @@
-"""Tests and mistakes of 11_triton_int8_forward."""
+"""Tests of 11_triton_int8_forward."""
 
 import math
 
 import torch
 
-from exercises.task import Call, Mistake, Task, int8_tiles
+from exercises.task import Call, Task, int8_tiles
 
 task = Task(triton=True, agree="roundings")
 
@@ -66,31 +66,3 @@ def causal(draw):
 def logarithm(draw):
     """L is the natural logarithm of the whole sum, m included. Which base do m and l have here?"""
     yield drawn(draw, 32, draw.integers(65, 97), 16, 32, ramp=3.0)
-
-
-task.mistakes = (
-    Mistake("tl.where(s_p == 0, 1.0, s_p)[:, None]", "s_p[:, None]",
-        "A row has s_P = 0 if its tile is masked or far below m. Then 0 / 0 is NaN, and no integer is that."),
-    Mistake("(m + tl.math.log2(l)) * LN_2", "m + tl.math.log2(l)",
-        "m and log2(l) count in powers of two. L is a natural logarithm."),
-    Mistake("(m + tl.math.log2(l)) * LN_2", "m + tl.log(l)",
-        "l is a sum of powers of two, and m counts in them. L is the natural logarithm of the whole."),
-    Mistake('tl.full([BLOCK_Q], -float("inf"), tl.float32)', "tl.zeros([BLOCK_Q], tl.float32)"),
-    Mistake("LOG2_E / math", "1 / math",
-        "2^x is not e^x: which factor turns the one into the other, and where does it go?"),
-    Mistake("o_i * rescale[:, None] + product", "o_i + product"),
-    Mistake("visible = key[None, :] < n_k", "visible = key[None, :] >= 0",
-        "Keys from n_k on do not exist: their score is -inf, and whatever stands in the padding counts for nothing."),
-    Mistake("""\
-        m_new = tl.maximum(m, tl.max(s_ij, 1))
-""", """\
-        m_ij = tl.max(s_ij, 1)
-        m_new = tl.maximum(m, m_ij)
-""", "A row may see no key of a tile: its scores there are all -inf. What is -inf minus -inf?",
-        (("tl.math.exp2(s_ij - m_new[:, None])", "tl.math.exp2(s_ij - m_ij[:, None])"),
-         ("tl.sum(p_ij, 1)", "tl.sum(p_ij, 1) * tl.math.exp2(m_ij - m_new)"),
-         ("s_p = tl.max(p_ij, 1) / 127", "s_p = tl.math.exp2(m_ij - m_new) / 127"),
-         ("p_ij / tl.where(s_p == 0, 1.0, s_p)[:, None] + 0.5", "p_ij * 127 + 0.5"),)),
-    Mistake("product * (s_p * s_v)[:, None]", "tl.dot(p_ij, v_hat_j.to(tl.float32) * s_v)",
-        "Nearly right. Is P~ rounded to INT8, with one scale per row of the tile: that row's maximum / 127?"),
-)  # fmt: skip

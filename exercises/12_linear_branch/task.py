@@ -1,6 +1,6 @@
-"""Tests and mistakes of 12_linear_branch."""
+"""Tests of 12_linear_branch."""
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(agree=1e-05)
 
@@ -68,27 +68,3 @@ def nothing_left(draw):
     q, k, v, selected, *blocks = case(draw, 16 * draw.integers(3, 6), 16, 8)
     selected[0, draw.integers(0, selected.shape[1])] = True
     yield Call("linear_branch", (q, k, v, selected, *blocks))
-
-
-task.mistakes = (
-    Mistake("""\
-    weights = (~selected).to(h.dtype)
-    return (weights @ h.flatten(2)).unflatten(2, h.shape[2:]), weights @ z
-""", """\
-    weights = selected.to(h.dtype)
-    h_i = h.sum(1, keepdim=True) - (weights @ h.flatten(2)).unflatten(2, h.shape[2:])
-    return h_i, z.sum(1, keepdim=True) - weights @ z
-"""),
-    Mistake("(~selected).to(h.dtype)", "torch.ones_like(selected, dtype=h.dtype)"),
-    Mistake("for x in (feature_map(key), value))", "for x in (key, value))"),
-    Mistake("for x in (feature_map(key), value))", """\
-for x in (key, value))
-    k_phi = feature_map(k_phi)"""),
-    Mistake("""\
-    h_i, z_i = complement_sums(selected, *key_block_sums(key, value, block_kv))
-""", """\
-    h, z = key_block_sums(key, value, block_kv)
-    h_i, z_i = complement_sums(selected, h, z)[0], z.sum(1, keepdim=True)
-""", "The weights of O_l sum to 1: Z_i runs over the same blocks as H_i."),
-    Mistake("torch.where(weight_sum == 0, 1, weight_sum)", "weight_sum"),
-)  # fmt: skip

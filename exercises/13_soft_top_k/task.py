@@ -1,6 +1,6 @@
-"""Tests and mistakes of 13_soft_top_k."""
+"""Tests of 13_soft_top_k."""
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(agree=1e-05)
 
@@ -43,33 +43,3 @@ def saturated(draw):
     yield Call("soft_top_k", (x, count, 1e-4), upstream=draw.normal(*x.shape).double())
     x[0] = 0
     yield Call("soft_top_k", (x, count, 1e-4), upstream=draw.normal(*x.shape).double())
-
-
-task.mistakes = (
-    Mistake("SoftTopK.apply(x,", "SoftTopK.apply(x.detach(),",
-        "No gradient reaches x. Is x detached somewhere, or SoftTopK not applied?"),
-    Mistake("""\
-        lower, upper = share - logits.amax(-1, keepdim=True), share - logits.amin(-1, keepdim=True)
-""", """\
-        lower = torch.full_like(logits[..., :1], -100.0)
-        upper = -lower
-"""),
-    Mistake("w * (grad_soft - shared) / ctx", "w * grad_soft / ctx",
-        "This is the gradient at constant lambda. When one score rises, lambda falls, and the row keeps its sum."),
-    Mistake("logits.amax(-1, keepdim=True)", "logits.amax()",
-        "All rows together sum to the right number, but not each of them: lambda is one number per row.",
-        (("logits.amin(-1, keepdim=True)", "logits.amin()"),
-         (".sum(-1, keepdim=True) > count", ".sum() > count * x[..., 0].numel()"),)),
-    Mistake("SoftTopK.apply(x, count, temperature)", "count * (x / temperature).softmax(-1)",
-        "s is a sigmoid: between 0 and 1, so no block is chosen more than once."),
-    Mistake("""\
-            too_much = torch.sigmoid(logits + middle).sum(-1, keepdim=True) > count
-""", """\
-            excess = torch.sigmoid(logits + middle).sum(-1, keepdim=True) - count
-            if (excess.abs() < 1e-9).all():
-                break
-            too_much = excess > 0
-""", "",
-        (("torch.sigmoid(logits + (lower + upper) / 2)", "torch.sigmoid(logits + middle)"),
-         ("torch.where(total == 0, 1, total)", "total"),)),
-)  # fmt: skip

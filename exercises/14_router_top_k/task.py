@@ -1,8 +1,8 @@
-"""Tests and mistakes of 14_router_top_k."""
+"""Tests of 14_router_top_k."""
 
 import torch
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(agree=1e-05)
 
@@ -56,17 +56,3 @@ def ties(draw):
     p = draw.integers(0, 3, 2, draw.integers(3, 9), blocks).float() / blocks
     p[0, 0] = 1 / blocks
     yield Call("select_blocks", (p, 0.75))
-
-
-task.mistakes = (
-    Mistake("round((1", "int((1",
-        "k is (1 - sparsity) Tn, rounded to the nearest integer. Converting to int cuts the fraction off."),
-    Mistake("key - key.mean(1, keepdim=True)", "key"),
-    Mistake("blocks.sum(2) / tokens[:, None]", "blocks.mean(2)",
-        "The last block may hold fewer tokens: is its mean a mean over the tokens that exist?"),
-    Mistake("q_bar @ k_bar.mT * query.shape[-1] ** -0.5", "q_bar @ k_bar.mT",
-        "Are the scores multiplied by c = 1/sqrt(D) before the softmax?"),
-    Mistake("max(1, round((1 - sparsity) * scores.shape[-1]))", "round((1 - sparsity) * scores.shape[-1])"),
-    Mistake("torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)",
-        "scores >= scores.topk(count, -1).values[..., -1:]"),
-)  # fmt: skip

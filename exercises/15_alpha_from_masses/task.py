@@ -1,6 +1,6 @@
-"""Tests and mistakes of 15_alpha_from_masses."""
+"""Tests of 15_alpha_from_masses."""
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(agree=1e-05)
 
@@ -68,19 +68,3 @@ def initial_edges(draw):
     masses = masses.clone()
     masses[0, :block_q], masses[1, :block_q] = 0.0, 1.0
     yield Call("initial_alpha_logit", (masses, block_q))
-
-
-task.mistakes = (
-    Mistake(".logit(eps=1e-4)", ".logit()", "A mass of 0 or 1 has an infinite logit. Keep alpha in [1e-4, 1 - 1e-4]."),
-    Mistake(".masked_fill(~mask, -math.inf)", " * mask",
-        "A score that is masked out is -inf, not 0: e^0 is a weight like any other.",
-        ((".masked_fill(~mask, 0)", ""),)),
-    Mistake("F.pad(mass,", "F.pad(mass.logit(eps=1e-4),",
-        "First the mean of the masses, then its logit: the mean of logits is another number.",
-        (("(blocks.sum(2) / queries).logit(eps=1e-4)", "blocks.sum(2) / queries"),)),
-    Mistake(".masked_fill(~mask, -math.inf)", "",
-        "The weights of O_s sum to 1 over the selected keys: P1 V has to be divided by alpha."),
-    Mistake("(p * spread_blocks(selected, query.shape[1], block_q, block_kv)).sum(-1)",
-        "spread_blocks(selected, query.shape[1], block_q, block_kv).float().mean(-1)"),
-    Mistake(".masked_fill(~mask, 0)", ""),
-)  # fmt: skip

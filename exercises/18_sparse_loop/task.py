@@ -1,8 +1,8 @@
-"""Tests and mistakes of 18_sparse_loop."""
+"""Tests of 18_sparse_loop."""
 
 import torch
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(triton=True, agree=0.001)
 
@@ -93,82 +93,3 @@ def kernel_ends(draw):
     q, k, v, selected = case(draw, 48, 16 * draw.integers(4, 6), 16, 16)
     selected[draw.integers(0, 3)] = False
     yield kernel_call(q, k, v, selected, 16, 16)
-
-
-task.mistakes = (
-    Mistake("return o_i / torch.where(l == 0, 1, l),", "return o_i / l,",
-        "An empty list: O_i = 0 and L_i = -infinity. What is 0 / 0?"),
-    Mistake("lists.int(), selected.sum(-1).int()", "lists, selected.sum(-1)",
-        "Two int32 tensors: the lists [Tm, Tn], and how many blocks each query block selected [Tm]."),
-    Mistake("torch.argsort((~selected).int(), dim=-1, stable=True)",
-        "torch.argsort(selected.int(), dim=-1, stable=True).flip(-1)",
-        "The numbers of a row's selected blocks come first, in ascending order."),
-    Mistake("selected.sum(-1).int()", "selected.sum(-1).clamp(min=1).int()",
-        "How many key blocks did each query block select? Some select none."),
-    Mistake("for j in blocks.tolist():", "for j in range(-(-n_k // block_kv)):",
-        "This is attention over every key: only the listed blocks take part."),
-    Mistake("l = l * rescale + p_ij.sum(-1, keepdim=True)", "l = l + p_ij.sum(-1, keepdim=True)",
-        "When a later block raises the maximum, what happens to the l and the O_i that are already there?",
-        (("o_i = o_i * rescale + p_ij @ value", "o_i = o_i + p_ij @ value"),)),
-    Mistake("""\
-    for j in blocks.tolist():
-""", """\
-    s, listed = q_i @ key.float().mT / math.sqrt(q_i.shape[1]), torch.zeros(n_k, dtype=torch.bool)
-    for j in blocks.tolist():
-        listed[j * block_kv : (j + 1) * block_kv] = True
-    return (s * listed).softmax(-1) @ value.float(), (s * listed).logsumexp(-1)
-    for j in blocks.tolist():
-""", "A block that isn't selected has P = 0, not S = 0: e^0 = 1 counts in the denominator."),
-    Mistake("""\
-        o_i = o_i * rescale + p_ij @ value[rows].float()
-""", """\
-        o_i = o_i + s_ij.softmax(-1) @ value[rows].float() / len(blocks)
-""", "Each block has a softmax of its own here. The online softmax has one denominator for all.",
-        (("return o_i / torch.where(l == 0, 1, l),", "return o_i,"),)),
-    Mistake("""\
-    for j in blocks.tolist():
-""", """\
-    s, listed = q_i @ key.float().mT / math.sqrt(q_i.shape[1]), torch.zeros(n_k, dtype=torch.bool)
-    for j in blocks.tolist():
-        listed[j * block_kv : (j + 1) * block_kv] = True
-    s = s.masked_fill(~listed, -math.inf)
-    return s.softmax(-1) @ value.float(), s.logsumexp(-1)
-    for j in blocks.tolist():
-"""),
-    Mistake("""\
-        rows = slice(j * block_kv, min((j + 1) * block_kv, n_k))
-""", """\
-        rows = slice(j * block_kv, min((j + 1) * block_kv, n_k))
-        missing = (j + 1) * block_kv - rows.stop
-""", "The last key block may be partial, wherever it stands in the list. What do keys that don't exist add to l?",
-        (("p_ij.sum(-1, keepdim=True)", "p_ij.sum(-1, keepdim=True) + missing * torch.exp(-m_new)"),)),
-    Mistake("j = tl.load(lists_ptr + i * width + step)", "j = step",
-        "The first blocks took part, not the listed ones: a step of the loop is not the block's number."),
-    Mistake("j = tl.load(lists_ptr + i * width + step)", "j = tl.load(lists_ptr + step)",
-        "Every query block used the list of the first. Where does the list of query block i start?"),
-    Mistake("range(0, tl.load(count_ptr + i))", "range(0, width)",
-        "Numbers past the end of a list took part. How many are valid in row i?"),
-    Mistake("o_i * rescale[:, None] + tl.dot", "o_i + tl.dot",
-        "Full blocks only: check what one step does to m, l and O_i, and what is stored at the end."),
-    Mistake("m + tl.log(divisor)", "m + tl.math.log2(divisor)",
-        "O is right and L is not: L = m + log l, both natural."),
-    Mistake("""\
-    for step in range(0, tl.load(count_ptr + i)):
-        j = tl.load(lists_ptr + i * width + step)
-""", """\
-    for j in range(0, tl.cdiv(n_k, BLOCK_KV)):
-        listed = 0
-        for step in range(0, tl.load(count_ptr + i)):
-            listed += (tl.load(lists_ptr + i * width + step) == j).to(tl.int32)
-""", "",
-        (("tl.where(key[None, :] < n_k, tl.dot", "tl.where((key[None, :] < n_k) & (listed > 0), tl.dot"),
-         ('m = tl.full([BLOCK_Q], -float("inf"), tl.float32)', "m = tl.full([BLOCK_Q], -1e30, tl.float32)"),)),
-    Mistake("tl.where(key[None, :] < n_k, tl.dot",
-        "tl.where((key[None, :] < n_k) | (step + 1 < tl.load(count_ptr + i)), tl.dot",
-        "The last key block may be partial, wherever it stands in the list. What do keys that don't exist add to l?"),
-    Mistake("o_i / divisor[:, None], mask=query[:, None] < n_q)", "o_i / divisor[:, None])",
-        "O or L was written past its end. Which queries of the last block exist?"),
-    Mistake("divisor = tl.where(l == 0, 1.0, l)", "divisor = l"),
-    Mistake("(triton.cdiv(n_q, block_q),)", "(n_q // block_q,)",
-        "Some rows of O or L were never written. Does every query block have its program?"),
-)  # fmt: skip

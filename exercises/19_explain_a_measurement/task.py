@@ -1,6 +1,6 @@
-"""Tests and mistakes of 19_explain_a_measurement."""
+"""Tests of 19_explain_a_measurement."""
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task()
 
@@ -83,73 +83,3 @@ def answers(draw):
 
 for question in ("why_short", "why_not_twice", "why_causal", "why_d64", "which_claim"):
     task.test(f"answers: {question}", parts=(question,), shows=False)(answers)
-
-
-LETTERS = (
-    ("why_short", "c", "a",
-        "With a CUDA graph the host takes no part. What does it change in both passes at N = 1024?"),
-    ("why_short", "c", "b", "How many tiles of queries are there in all, heads and batch included, at each N?"),
-    ("why_short", "c", "d", "A program multiplies tiles. Are they smaller at N = 1024?"),
-    ("why_not_twice", "a", "b", "Quantisation is work per token. Where is it in the line, in `fixed` or in `per_key`?"),
-    ("why_not_twice", "a", "c", "Which of the seven matmuls are in the forward pass?"),
-    ("why_not_twice", "a", "d",
-        "cuDNN reads them as well, twice the bytes. Would that lower our advantage or raise it?"),
-    ("why_causal", "d", "a", "If they were all computed, what would the mask save at N = 16384?"),
-    ("why_causal", "d", "b",
-        "Count them at N = 1024 with tiles of 128: how much faster would that alone let it become?"),
-    ("why_causal", "d", "c", "Would that be worse at N = 1024 than at N = 16384? First see what `causal_ms` explains."),
-    ("why_d64", "b", "a", "How many numbers has a token, with 16 heads of 128 and with 32 heads of 64?"),
-    ("why_d64", "b", "c", "Look at cuDNN's two rows: what does D = 64 cost a program in 16 bit?"),
-    ("why_d64", "b", "d", "One launch computes all heads; and would launches cost more at N = 16384 than at 1024?"),
-    ("which_claim", "c", "a",
-        "In which passes, at which length, against which program? Look for rows that contradict it."),
-    ("which_claim", "c", "b", "That is where the lines of the forward pass cross. Training needs both passes."),
-    ("which_claim", "c", "d",
-        "Two different programs were timed. Is the tensor cores' rate all that differs between them?"),
-)  # fmt: skip
-task.mistakes = (
-    Mistake("needed / (int8 / int8_speed + sixteen_bit)", "(int8 * int8_speed + sixteen_bit) / (int8 + sixteen_bit)",
-        "Speeds can't be averaged: a slow matmul takes longer. Add times."),
-    Mistake("needed / (int8 / int8_speed + sixteen_bit)", "(int8 / int8_speed + sixteen_bit) / needed",
-        "A limit above 1 says faster. Which time is divided by which?"),
-    Mistake("return needed / (int8", "return (int8 + sixteen_bit) / (int8",
-        "Matmuls that are done twice take time, but the 16-bit program doesn't do them."),
-    Mistake("needed / (int8 / int8_speed + sixteen_bit)", "needed / ((int8 + sixteen_bit) / int8_speed)"),
-    Mistake("k * (2 + 2 + 1)", "k * (2 + 1)", "K is read twice: before its mean is known, nothing can be rounded."),
-    Mistake("return q * (2 + 1) + k * (2 + 2 + 1) + k * (2 + 1)", "return q * 2 + k * 4 + k * 2",
-        "Each INT8 number is written, too: one byte."),
-    Mistake("batch * kv_heads * n_k * head_dim", "batch * heads * n_k * head_dim",
-        "Q has `heads` heads of n_q tokens; K and V have kv_heads of n_k. Which tensor has which?"),
-    Mistake("heads * math.ceil(n_q / block) + 2 * kv_heads * math.ceil(n_k / block)",
-        "heads * (n_q // block) + 2 * kv_heads * (n_k // block)",
-        "A scale is 4 bytes, one per head and block, of Q, of K and of V; the last block may be partial."),
-    Mistake(" + 4 * scales", "",
-        "A scale is 4 bytes, one per head and block, of Q, of K and of V; the last block may be partial."),
-    Mistake("* 1e3 / ms", "/ ms",
-        "Bytes over bytes per second are seconds; the time is in milliseconds. Is 10^12 in it?"),
-    Mistake("return ms_1 - per_key * n_1, per_key", "return 0.0, ms_2 / n_2",
-        "Time isn't proportional to N: what is left at N = 0? Use both measurements."),
-    Mistake("return ms_1 - per_key * n_1, per_key", "return per_key, ms_1 - per_key * n_1",
-        "The result is (fixed, per_key), in this order, in ms and ms per key."),
-    Mistake("if our_slope >= their_slope:", "if our_slope == their_slope:",
-        "If a further key costs us more than them, we fall behind sooner or later: infinity."),
-    Mistake("return max(0.0, (our_fixed - their_fixed) / (their_slope - our_slope))",
-        "return (our_fixed - their_fixed) / (their_slope - our_slope)",
-        "Less fixed time and no more per key: faster at every N > 0, so the answer is 0."),
-    Mistake("return 0.0 if our_slope == their_slope and our_fixed < their_fixed else math.inf", "return math.inf",
-        "If a further key costs both the same, the fixed parts decide: 0 or infinity."),
-    Mistake("return fixed + per_key * n * visited / (math.ceil(n / block_q) * math.ceil(n / block_kv))",
-        "return fixed + per_key * n / 2",
-        "Not half of the tiles: a tile on the diagonal is computed whole. Count the tiles."),
-    Mistake("return fixed + per_key * n * visited /", "return (fixed + per_key * n) * visited /",
-        "The fixed part doesn't depend on scores: a mask takes nothing off it."),
-    Mistake("(math.ceil(n / block_q) * math.ceil(n / block_kv))", "((n // block_q) * (n // block_kv))",
-        "The last tile of queries and of keys may be partial, and counts as a tile."),
-    Mistake("tensor = head_dim *", "tensor = 2 * head_dim *",
-        "Rates count multiply-adds, as head_dim does: no factor of 2."),
-    Mistake('sixteen_bit / rates["sixteen_bit"]', 'sixteen_bit / rates["int8"]',
-        "A matmul in 16 bit has a rate of its own."),
-    Mistake("counts[unit] / rates[unit]", "rates[unit] / counts[unit]",
-        "Instructions per score over instructions per clock, for each unit."),
-    *(Mistake(f'"{name}": "{right}"', f'"{name}": "{wrong}"', hint) for name, right, wrong, hint in LETTERS),
-)  # fmt: skip

@@ -1,6 +1,6 @@
-"""Tests and mistakes of 20_matched_probabilities."""
+"""Tests of 20_matched_probabilities."""
 
-from exercises.task import Call, Mistake, Task, dequantize, quantize
+from exercises.task import Call, Task, dequantize, quantize
 
 task = Task(agree=1e-4)
 
@@ -38,24 +38,3 @@ def sums(draw):
     *given, log_sum_exp, block = case(draw)
     yield Call("row_sums", (*given, log_sum_exp, block))
     yield Call("row_sums", (*given, log_sum_exp + draw.normal(*log_sum_exp.shape), block))
-
-
-task.mistakes = (
-    Mistake("log_sum_exp - c * query @ key_mean.mT", "log_sum_exp",
-        "L belongs to scores that still have the mean key's share. K^ is smoothed: take c Q mean(K) from L, too."),
-    Mistake("(q_hat.int() @ k_hat.int().mT).float()", "(q_hat @ k_hat.mT).float()",
-        "The product of two int8 tensors is int8 again and wraps around at 127. Convert first."),
-    Mistake("log_sum_exp - c * query @ key_mean.mT", "log_sum_exp + c * query @ key_mean.mT",
-        "The sign: the forward pass added c Q mean(K) to L, so subtract it."),
-    Mistake("log_sum_exp - c * query @ key_mean.mT", "log_sum_exp - query @ key_mean.mT",
-        "c is missing in the mean key's share: c Q mean(K)."),
-    Mistake("log_sum_exp - c * query @ key_mean.mT", "log_sum_exp - c * s_q * q_hat.float() @ key_mean.mT",
-        "The forward pass added c Q mean(K) with the unquantised Q. Take away exactly that."),
-    Mistake("(s_q * s_k * c)", "(s_q * s_k)", "c is missing in S: s_q s_k c times the integers."),
-    Mistake("torch.exp(s_ij - l_i)", "torch.softmax(s_ij, -1)",
-        "A tile doesn't hold the whole row, so its softmax isn't P. L knows the whole row."),
-    Mistake("torch.exp(s_ij - l_i)", "torch.exp(s_ij) / torch.exp(l_i)"),
-    Mistake("total += tile", "total = tile", "Each tile adds to the sum: += instead of =."),
-    Mistake("k_hat[start : start + block], s_k[j]", "k_hat[start : start + block], s_k[0]",
-        "Each tile of keys has its own scale: s_k[j]."),
-)  # fmt: skip

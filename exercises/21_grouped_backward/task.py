@@ -1,8 +1,8 @@
-"""Tests and mistakes of 21_grouped_backward."""
+"""Tests of 21_grouped_backward."""
 
 import torch
 
-from exercises.task import Call, Mistake, Task
+from exercises.task import Call, Task
 
 task = Task(agree=1e-4)
 
@@ -46,21 +46,3 @@ def kept(draw):
     yield Call(
         "bytes_kept", (kv_heads * draw.integers(2, 5), kv_heads, draw.integers(100, 999), draw.choice((64, 128)))
     )
-
-
-task.mistakes = (
-    Mistake("c * ds.mT @ query", "ds.mT @ query", "c is missing in dK: S = c Q K^T, so c belongs to dQ and to dK."),
-    Mistake("return c * ds @ k,", "return ds @ k,", "c is missing in dQ: S = c Q K^T, so c belongs to dQ and to dK."),
-    Mistake("p.mT @ grad_output", "c * p.mT @ grad_output", "O = P V has no c, so dV has none either."),
-    Mistake(".masked_fill(~visible, 0)", "",
-        "A query sees the keys up to its own. L knows nothing of the others: set P to 0."),
-    Mistake("x.repeat_interleave(group, 0)", "x.repeat(group, 1, 1)",
-        "Query heads 0 to H / Hkv - 1 share key head 0: repeat each head, not the whole tensor."),
-    Mistake("(grad_output @ v.mT - delta)", "(grad_output @ v.mT)", "delta is missing: a softmax ignores constants."),
-    Mistake("(grad_output * output)", "(grad_output * v)", "delta is rowsum(dO * O), with the forward pass's output."),
-    Mistake("dv.unflatten(0, (-1, group)).sum(1)", "dv.unflatten(0, (-1, group)).mean(1)",
-        "The gradients of all query heads that share a key head are added up.",
-        (("dk.unflatten(0, (-1, group)).sum(1)", "dk.unflatten(0, (-1, group)).mean(1)"),)),
-    Mistake("(2 * heads + 2 * kv_heads)", "4 * heads", "K and V have Hkv heads only."),
-    Mistake("+ 4 * heads * n", "+ 2 * heads * n", "L is float32: four bytes for each query and head."),
-)  # fmt: skip

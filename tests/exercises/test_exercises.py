@@ -6,13 +6,14 @@ import math
 
 import pytest
 import torch
+from sage_course.gaps import Mistake
 from sage_lab.capstones import trials
 
 from exercises import ROOT, checking, exercise_names, grading, stubs
 from exercises import task as tasks
 from exercises.answers import Exercise, Judge, wrong_part
 from exercises.isolation import Limits, Sandbox, SandboxError
-from exercises.task import Call, Draw, Mistake, agreement, dequantize
+from exercises.task import Call, Draw, agreement, dequantize
 from exercises.variants import read_text
 from exercises.worker import define
 

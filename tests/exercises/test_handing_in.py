@@ -256,14 +256,14 @@ def test_zips_hold_what_they_should_and_are_the_same_each_time(packages, tmp_pat
         assert (tmp_path / f"{name}.zip").read_bytes() == (packages / f"{name}.zip").read_bytes()
         with zipfile.ZipFile(packages / f"{name}.zip") as archive:
             modes[name] = {entry.filename: stat.S_IMODE(entry.external_attr >> 16) for entry in archive.infolist()}
-    secret = re.compile(r"hidden|gradescope|sage_ref|bench|master\.py|mistakes|checking|classes|0\d_\w+/task.py")
+    secret = re.compile(r"hidden|gradescope|sage_ref|bench|master\.py|mistakes\.toml|checking|classes|0\d_\w+/task.py")
     assert not list(filter(secret.search, modes["student"]))
     for path in modes["student"]:
         text = (packages / "student" / path).read_bytes()
         assert b"### SOLUTION: " not in text or path.endswith("exercises/stubs.py")
         assert b"block.abs().amax()" not in text or path.endswith("README.md")
     private = {x.rpartition("/")[2] for x, mode in modes["autograder"].items() if mode == 0o600}
-    assert private == {"hidden_seeds.json", "master.py", "task.py", "weights.json"}
+    assert private == {"hidden_seeds.json", "master.py", "mistakes.toml", "task.py", "weights.json"}
     for path in ("hidden_seeds.json", "autograder.zip"):
         assert stat.S_IMODE((packages / path).stat().st_mode) == 0o600
     assert modes["autograder"]["setup.sh"] == modes["autograder"]["run_autograder"] == 0o755
