@@ -94,7 +94,6 @@ class Pretrain(Arguments):
     compile: Annotated[bool | None, "with torch.compile; without: on a GPU"] = None
     time: Annotated[int | None, positive, "only time so many steps of each run, in turn"] = None
     folder: Annotated[Path, output_folder, "for checkpoints and logs"] = Path("runs/pretrain")
-    runs_per_gpu: Annotated[int, positive, "runs that share a GPU; a GPT is faster alone"] = 1
     device: Annotated[str, device] = field(default_factory=usual_device)
     minutes: Annotated[float | None, positive_number, "stop at the first report after this time"] = None
 
@@ -206,7 +205,7 @@ def train_all(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
     """Train each model that the record lacks, and write the record after each."""
     started, is_over, corpus = time.monotonic(), deadline(options.minutes), read_corpus(options.corpus)
     on_gpu = torch.device(options.device).type == "cuda"
-    devices = list(range(torch.cuda.device_count())) * options.runs_per_gpu if on_gpu else [None]
+    devices = list(range(torch.cuda.device_count())) if on_gpu else [None]
     arguments = {run: arguments_of(*config_and_settings(options, run, corpus), corpus) for run in runs}
     before = recorded(options.json, arguments)
     plan = Plan("runs", [*before, *(run for run in runs if run not in before)])

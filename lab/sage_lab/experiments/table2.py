@@ -5,15 +5,12 @@ The activations are from two trained models, with and without QK-norm.
 
 from collections.abc import Iterable
 
+from sage_lab.experiments.table1 import PAPER
 from sage_lab.records import Row, markdown_table
 from sage_lab.training.capture import Capture, attention_errors
 from sage_ref.sagebwd.settings import SageBwdSettings
 
-# Layer 11 of the paper's 325M model, 2.1M tokens per batch, QK-norm, N = 4096.
-PAPER_TABLE2 = {
-    "delta": (0.9973, 0.0736), "P": (0.9917, 0.1293), "dP": (1.0, 0.0), "dS": (0.9789, 0.2045),
-    "O": (0.9969, 0.0793), "dQ": (0.9664, 0.2579), "dK": (0.9537, 0.3074), "dV": (0.9985, 0.0540),
-}  # fmt: skip
+PAPER_TABLE2 = PAPER["table2"]  # (cosine, relative L2) by tensor
 # In notebooks/recorded: Q, K, V and dO of some layers of two models that differ in QK-norm alone.
 CAPTURES = {"QK-norm": "capture_qk_norm_h200", "no QK-norm": "capture_plain_h200"}
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -71,46 +72,8 @@ def spoilt(spoilt_files, monkeypatch):
     return spoilt_files
 
 
-BAD = {  # the command line: what its one line says
-    "": "arguments are required: command",
-    "nope": "invalid choice: 'nope'",
-    "info --json /dev/null": "argument --json: expected the name of a file, got '/dev/null'",
-    "tables 1 --n 0": "argument --n: expected at least 1, got 0",
-    "train-router --device meta": "argument --device: expected a device of this machine, such as cpu or cuda, got",
-    "pretrain --corpus empty": "path: expected text, found 1 empty files for empty",
-    "pretrain --corpus empty.bin": "path: expected uint16 tokens, two bytes each, found 0 bytes in empty.bin",
-    "pretrain --corpus odd.bin": "path: expected uint16 tokens, two bytes each, found 3 bytes in odd.bin",
-    "pretrain --learning-rate nan": "argument --learning-rate: expected a number above 0, got 'nan'",
-    "pretrain --seed -1": "argument --seed: expected at least 0, got -1",
-    "pretrain --tokens 100": "tokens: expected a multiple of 8192, got 100",
-    "pretrain --tokens-per-pass 100": "tokens_per_pass: expected a multiple of 512, got 100",
-    "video": "arguments are required: action",
-    "video train --size 30": "size: expected a multiple of patch=4, got 30",
-    "tables 3": "argument table: invalid choice: '3'",
-    "video finetune --start junk --plan gpu --device cpu": "plan: expected cpu on device cpu, got gpu",
-    "video finetune --start text.txt": "weights: expected a file of `python -m sage_lab video train`",
-    f"{DEEP} --folder far": f"checkpoint: expected at most step 8, far/{RUN.name} has 9",
-    f"{DEEP} --folder past": f"checkpoint: expected a complete one that a run saved, got past/{RUN.name}",
-    f"{DEEP} --folder far --layers 2": "checkpoint: expected a run with layers=2",
-    "pretrain --folder text.txt": "argument --folder: expected the name of a folder, got 'text.txt'",
-    "pretrain --folder ''": "argument --folder: expected the name of a folder, got ''",
-    "video finetune --folder empty/x": "argument --folder: expected a folder where files can be written, got 'empty/x'",
-    "noise pipe": "argument FILE: expected a file that can be read, got 'pipe'",
-    "pretrain --corpus ''": "argument --corpus: expected a file that can be read, got ''",
-    "noise run.pt --variants nope": "argument --variants: invalid choice: 'nope'",
-    "train-router --layers 3": "layers: expected some of [2, 4], got [3]",
-    "tables 1 --n 1 --seeds 1": 'record: expected finite numbers, got "cosine": NaN',
-    "noise junk --corpus text.txt": "checkpoint: expected a complete one that a run saved, got junk",
-    "noise cut.pt --corpus text.txt": "checkpoint: expected a complete one that a run saved, got cut.pt",
-    "noise run.pt --corpus junk": "corpus: expected that of run.pt, got junk, sha256",
-    "compile --only zzz": "only: expected a part of a name such as 'sm_80 forward level 0",
-    "bench --n 0": "argument --n: expected at least 1, got 0",
-    "bench --op": "argument --op: expected one argument",
-    "bench --without flex nobody": "argument --without: invalid choice: 'nobody'",
-    "count nothing.py": "argument FILE: expected a file that can be read, got 'nothing.py'",
-    "count --target 70": "argument --target: invalid choice: 70 (choose from 80, 86, 89, 90, 120)",
-    "count text.txt --head-dim 64": "text.txt: expected an attention that compiles, got SyntaxError",
-}
+LINES = tomllib.loads(Path(__file__).with_name("bad_lines.toml").read_text(encoding="utf-8"))
+BAD = {line.format(DEEP=DEEP): said.format(RUN=RUN) for line, said in LINES.items()}
 
 
 def contents(folder):

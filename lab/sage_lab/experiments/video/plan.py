@@ -4,8 +4,10 @@ Every arm starts from the same pre-trained weights, sees the same videos and mak
 changes. The decisive ones run with every seed, first; the others with the first seed alone.
 """
 
+import tomllib
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sage_lab.models.video_dit import VideoDiTConfig
@@ -28,26 +30,12 @@ class Arm(NamedTuple):
     judged_as: str | None = None
 
 
-SLA2 = {"attention": "sla2", "backward": "printed"}  # trained as the paper prints it, which is not the default
 FULL, NOT_TUNED, AFTERWARDS = "full", "full, not fine-tuned", "SLA2, quantised afterwards"
-ARMS = {
-    FULL: Arm({"attention": "exact"}, stage1=False),
-    NOT_TUNED: Arm({"attention": "exact"}, stage1=False, tuned=False),
-    "SLA2": Arm(SLA2),
-    "SLA2, 16 bit": Arm(SLA2 | {"quantize": False}),
-    AFTERWARDS: Arm(SLA2 | {"quantize": True}, judged_as="SLA2, 16 bit"),
-    "router at its start": Arm(SLA2, router="identity"),
-    "SLA at 90%": Arm({"attention": "sla", "sparsity": 0.9}, stage1=False),
-    "sparse only": Arm(SLA2, alpha="one"),
-    "no stage 1": Arm(SLA2, stage1=False),
-    "SLA2 at 90%": Arm(SLA2 | {"sparsity": 0.9}),
-    "random router": Arm(SLA2, router="random"),
-    "rows in order": Arm(SLA2 | {"cube": (1, 1, 1)}),
-    "SLA2 at 95%": Arm(SLA2 | {"sparsity": 0.95}),
-    "SLA2 at 85%": Arm(SLA2 | {"sparsity": 0.85}),
-    "SLA at 97%": Arm({"attention": "sla"}, stage1=False),
-    "SageBwd": Arm({"attention": "sagebwd"}, stage1=False),
-}
+_DATA = tomllib.loads(Path(__file__).with_name("arms.toml").read_text(encoding="utf-8"))
+ARMS = {name: Arm(**facts) for name, facts in _DATA.items()}
+for _arm in ARMS.values():
+    if "cube" in _arm.changes:  # TOML has no tuples
+        _arm.changes["cube"] = tuple(_arm.changes["cube"])
 # In the order of what they decide. An arm that is judged as another comes with that one.
 DECISIVE = (
     FULL, "SLA2", "SLA2, 16 bit", "router at its start", "SLA at 90%", "sparse only", "no stage 1", "rows in order",

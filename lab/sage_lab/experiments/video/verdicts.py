@@ -8,12 +8,13 @@ only videos are drawn, and `seeds` is 1.
 """
 
 import itertools
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from sage_lab.experiments.video.plan import AFTERWARDS, FULL
 from sage_lab.records import Row, markdown_table
 
 DRAWS = 10_000
@@ -34,20 +35,8 @@ class Claim(NamedTuple):
     paper: tuple[float, float] | None = None
 
 
-CLAIMS = (
-    Claim("QAT helps", "SLA2", AFTERWARDS, (0.1039, 0.0850)),
-    Claim("a learned router beats the heuristic", "SLA2", "router at its start", (0.1039, 0.0876)),
-    Claim("SLA2 at 97% beats SLA at 90%", "SLA2", "SLA at 90%", (0.1039, 0.0872)),
-    Claim("alpha matters", "SLA2", "sparse only"),
-    Claim("stage 1 matters", "SLA2", "no stage 1"),
-    Claim("SLA2 beats SLA, both at 90%", "SLA2 at 90%", "SLA at 90%", (0.1093, 0.0872)),
-    Claim("SLA2 beats SLA, both at 97%", "SLA2", "SLA at 97%"),
-    Claim("full attention beats SLA2 at 97%", FULL, "SLA2", (0.1084, 0.1039)),
-    Claim("less sparsity is better", "SLA2 at 90%", "SLA2", (0.1093, 0.1039)),
-    Claim("a learned router beats a random one", "SLA2", "random router"),
-    Claim("blocks that are cubes help", "SLA2", "rows in order"),
-    Claim("fine-tuning itself helps the full model", FULL, "full, not fine-tuned"),
-)
+_DATA = tomllib.loads(Path(__file__).with_name("claims.toml").read_text(encoding="utf-8"))
+CLAIMS = [Claim(**facts) for facts in _DATA["claim"]]
 
 
 class Difference(NamedTuple):
