@@ -28,7 +28,7 @@ def read_kernel(buffer, sums, tiles, rounds, TILE: tl.constexpr):
     total = tl.zeros((TILE,), tl.int32)
     for number in range(rounds):
         tile = (program + number) % tiles
-        total += tl.load(buffer + tile.to(tl.int64) * TILE + entries, cache_modifier=".cg")
+        total += tl.load(buffer + tile * TILE + entries, cache_modifier=".cg")
     tl.store(sums + program * TILE + entries, total)
 
 

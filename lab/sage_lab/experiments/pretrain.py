@@ -221,7 +221,10 @@ def train_all(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
 
         def trained(run: PretrainRun, gpu: int | None) -> list[Row]:
             minutes = options.minutes and max(0.01, options.minutes - (time.monotonic() - started) / 60)
-            return train_in_a_process(replace(options, minutes=minutes), run, gpu)
+            rows = train_in_a_process(replace(options, minutes=minutes), run, gpu)
+            if rows[0]["arguments"] != arguments[run]:
+                raise Failed(f"{run.name}: expected a run with {arguments[run]}, got {rows[0]['arguments']}")
+            return rows
 
         left = work.finish(trained, record)
         record()
@@ -255,9 +258,8 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
     chosen |= {"corpus": options.folder / "corpus.safetensors"}
     command = [sys.executable, "-m", "sage_lab", "pretrain"]
     command += [text for name, x in chosen.items() for text in (f"--{name.replace('_', '-')}", str(x))]
-    switches = {"autocast": options.autocast, "compile": options.compile}
+    switches = {"autocast": options.autocast, "compile": options.compile, "same-batch": options.same_batch or None}
     command += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items() if on is not None]
-    command += ["--same-batch"] if options.same_batch else []
     command += ["--minutes", str(options.minutes)] if options.minutes else []
     environment = os.environ | {PARENT: str(os.getpid())}
     if gpu is not None:

@@ -6,6 +6,7 @@ import pytest
 from pretrain_cases import poisoned
 from process_cases import run_together
 from sage_lab.__main__ import main
+from sage_lab.experiments import pretrain
 from sage_lab.experiments.pretrain import PretrainRun, recorded
 from sage_lab.records import read_record, write_record
 
@@ -58,6 +59,14 @@ def test_runs_that_the_record_has_are_not_made_again(text, capfd):
     with pytest.raises(SystemExit):
         main([*arms, "--warmup", "0.5"])
     assert "json: expected a file whose small_exact" in capfd.readouterr().err
+
+
+def test_a_run_that_an_option_did_not_reach_is_no_result(text, capfd, monkeypatch):
+    monkeypatch.setattr(pretrain, "train_in_a_process", lambda options, run, gpu: [{"arguments": {"steps": 1}}])
+    with pytest.raises(SystemExit):
+        main([*OPTIONS, "--attention", "exact", "sagebwd"])
+    assert "got {'steps': 1}" in capfd.readouterr().err
+    assert not (text / "run.json").exists()
 
 
 def test_a_record_from_before_an_option_goes_on(tmp_path):
