@@ -213,7 +213,10 @@ def test_a_mask_that_parts_do_not_make_is_an_error_or_exact(qkv, name):
         assert torch.equal(F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True), expected)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+ON_EACH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+@ON_EACH
 def test_a_mask_is_read_again_whoever_wrote_into_it(device):
     """What is written through `.data`, by a kernel or by a collective, no version counts."""
     mask, new = (keys_of("right", (9, n), 9)[:, None, None].to(device) for n in (4, 7))
@@ -226,8 +229,9 @@ def test_a_mask_is_read_again_whoever_wrote_into_it(device):
     assert not torch.equal(found, before)
 
 
-def test_a_bias_that_is_unfrozen_later_gets_its_gradient(qkv):
-    bias = torch.zeros(N, N)
+@ON_EACH
+def test_a_bias_that_is_unfrozen_later_gets_its_gradient(qkv, device):
+    bias, qkv = torch.zeros(N, N, device=device), [x.to(device) for x in qkv]
     with sdpa(**REFERENCE) as routed, warnings.catch_warnings(action="ignore"):
         F.scaled_dot_product_attention(*qkv, bias, enable_gqa=True)
         bias.requires_grad_()

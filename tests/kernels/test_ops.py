@@ -4,6 +4,7 @@ import functools
 import math
 import re
 import warnings
+from contextlib import nullcontext
 from itertools import product
 
 import kernel_cases
@@ -370,6 +371,16 @@ def test_a_second_derivative_is_an_error(operation):
     (gradient,) = torch.autograd.grad(output.square().sum(), leaves[:1], create_graph=True)
     with pytest.raises(RuntimeError, match="expected to be differentiated once"):
         gradient.sum().backward()
+
+
+@ONE_OF_EACH
+def test_many_gradients_at_once_are_a_loop_or_refused(operation):
+    leaves = with_requested_gradients(operation.inputs(operation.tiny))
+    output = operation.on(operation.tiny)(*leaves)
+    batch, refused = output.detach().expand(2, *output.shape), "is_grads_batched: expected one gradient of O at a time"
+    with pytest.raises(RuntimeError, match=refused) if operation is MASKED[0] else nullcontext():
+        (found,) = torch.autograd.grad(output, leaves[:1], batch, True, is_grads_batched=True)
+        assert torch.equal(found[1], *torch.autograd.grad(output, leaves[:1], batch[1]))
 
 
 # O_s, L, H with Z, lists (2), complement beside O; of a router the mask, too; in INT8 Q^, K^ and their scales.

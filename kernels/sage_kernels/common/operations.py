@@ -38,4 +38,5 @@ def is_plain(x: object) -> bool:
     """Return whether x is no tensor, or one whose memory holds its numbers."""
     if not isinstance(x, Tensor):
         return True
-    return type(x) in PLAIN_TENSORS and not x.is_neg() and not x._is_zerotensor()
+    is_batched = torch._C._functorch.is_legacy_batchedtensor(x)
+    return type(x) in PLAIN_TENSORS and not is_batched and not x.is_neg() and not x._is_zerotensor()
