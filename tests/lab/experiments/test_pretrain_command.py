@@ -1,6 +1,8 @@
 """`pretrain`: options arrive, the record says what ran, divergence is a result, no run is made twice."""
 
 import math
+import tomllib
+from pathlib import Path
 
 import pytest
 from pretrain_cases import poisoned
@@ -22,12 +24,7 @@ def test_the_command_trains_and_records(text):
     main([*OPTIONS, *options.split()])
     record = read_record(text / "run.json")
     (row,) = record.rows
-    expected = {
-        "vocab_size": 256, "context": 16, "layers": 2, "width": 16, "heads": 2, "qk_norm": True, "mlp": "swiglu",
-        "attention": "sagebwd", "smooth_k": False, "steps": 8, "batch_size": 4, "learning_rate": 0.004,
-        "warmup_steps": 2, "report_every": 2, "seed": 3, "micro_batch_size": 2, "validation_sequences": 4,
-        "probe_sequences": 1, "autocast": False, "compiled": False,
-    }  # fmt: skip
+    expected = tomllib.loads((Path(__file__).parent / "pretrain_arguments.toml").read_text(encoding="utf-8"))
     assert expected.items() <= row["arguments"].items()
     assert (row["arm"], row["steps"], row["tokens"], row["tokens_per_step"]) == ("unsmoothed", 8, 512, 64)
     assert [tokens for tokens, _ in row["curve"]] == [0, 128, 256, 384, 512]
