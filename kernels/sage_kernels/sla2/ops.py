@@ -205,7 +205,7 @@ class Sla2Operation(torch.autograd.Function):
         if grad_output is None:  # what follows O is a constant
             return (None,) * len(ctx.needs_input_grad)
 
-        if torch._C._functorch.is_legacy_batchedtensor(grad_output):
+        if not torch.compiler.is_compiling() and torch._C._functorch.is_legacy_batchedtensor(grad_output):
             raise RuntimeError(
                 "is_grads_batched: expected one gradient of O at a time, which the kernels take, got many"
             )
