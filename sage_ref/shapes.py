@@ -64,9 +64,10 @@ def called(layer: nn.Module, x: Tensor) -> Tensor:
     """Call a layer on x, in the dtype of its weights where that is floating.
 
     A layer is called, and its weights are not read: offloading loads them, adapters (LoRA) add to them, and quantised
-    layers unpack them only then.
+    layers unpack them only then. In a replica of DataParallel it has weights, but no parameters.
     """
-    floating = (weight.dtype for weight in layer.parameters() if weight.dtype in DTYPES)
+    weights = (*layer.parameters(), *getattr(layer, "_former_parameters", {}).values())
+    floating = (weight.dtype for weight in weights if weight.dtype in DTYPES)
     return layer(x.to(next(floating, x.dtype)))
 
 

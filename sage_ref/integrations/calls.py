@@ -18,7 +18,9 @@ from sage_ref.sagebwd.settings import Options
 OTHERWISE = ("error", "exact")
 # PyTorch's own function, whatever F.scaled_dot_product_attention has been replaced by.
 SDPA = torch._C._nn.scaled_dot_product_attention
-UNREADABLE = "mask: expected None under torch.compile and torch.func or in a CUDA graph, where no mask can be read"
+UNREADABLE = (
+    "mask: expected None under torch.compile and torch.func, traced or in a CUDA graph, where no mask can be read"
+)
 
 
 class Call(NamedTuple):

@@ -221,7 +221,7 @@ def install_sla2(
     enable_parallelism divides the tokens, before this or after, SLA2 exchanges heads for them (`sage_ref.parallel`).
 
     Args:
-        model: A model of diffusers.
+        model: A model of diffusers itself: torch.compile, PEFT's and others' wrappers come after this.
         names: Keys of `model.attn_processors`, or one; None means all that are no cross-attention.
         sparsity, block_q, block_kv, quantize, backward, query_blocks, backend: As in `sage_ref.SLA2`.
 
@@ -229,6 +229,9 @@ def install_sla2(
         TypeError, ValueError: An argument does not fit; the message names it.
     """
     check_module("model", model)  # and no pipeline
+    inner = next((x for x in model.modules() if hasattr(type(x), "register_to_config")), model)
+    if inner is not model:  # its names would be saved with the wrapper's, and found by nobody
+        raise ValueError(f"model: expected one of diffusers itself, got one inside {type(model).__name__}")
     layers = {f"{name}.processor": layer for name, layer in model.named_modules() if hasattr(layer, "get_processor")}
     if names is None:
         chosen = [name for name, layer in layers.items() if not getattr(layer, "is_cross_attention", False)]

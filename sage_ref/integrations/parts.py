@@ -46,13 +46,14 @@ def can_be_read(x: Tensor) -> bool:
     """Return whether Python may read a tensor's numbers: not under torch.compile, torch.func or torch.vmap.
 
     A meta tensor and a FakeTensor have no numbers to read, and while a CUDA graph is captured nothing may be read.
+    torch.jit.trace would keep what was read as constants.
     PyTorch's own causal bias has none, and needs none.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     if is_causal_bias(x):
         return True
-    without_numbers = x.device.type == "meta" or isinstance(x, torch._subclasses.FakeTensor)
+    without_numbers = x.is_meta or isinstance(x, torch._subclasses.FakeTensor)
     return not (without_numbers or torch._C._are_functorch_transforms_active() or is_captured(x))
 
 

@@ -96,9 +96,9 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     if it leaves parts of each sequence: packed documents, a prefix, the last queries of a causal sequence. Each part is
     then computed on its own tokens, together with others of the same length. A query that sees no key gets zeros; so
     does one in the padding of a causal mask. On a GPU each call with a mask waits and reads it, but for
-    torch.nn.attention.bias, whose two causal biases need no reading. torch.compile, torch.func, torch.vmap and the
-    capture of a CUDA graph can't read a mask: there SageBwd can't compute a call with one. In a CUDA graph PyTorch then
-    computes it without cuDNN, whose first call can't be captured.
+    torch.nn.attention.bias, whose two causal biases need no reading. torch.compile, torch.jit.trace, torch.func,
+    torch.vmap and the capture of a CUDA graph can't read a mask: there SageBwd can't compute a call with one. In a CUDA
+    graph PyTorch then computes it without cuDNN, whose first call can't be captured.
 
     Strides of the output are those that SDPA's fused kernels give it: they follow the strides of query.
 
@@ -194,7 +194,7 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         tokens = min(call.query.shape[2], call.key.shape[2])
         if self.minimum_tokens is not None:
             return tokens < self.minimum_tokens
-        if call.query.device.type != "cuda" or self.policy.options.backend == "reference":
+        if not call.query.is_cuda or self.policy.options.backend == "reference":
             return False
         least = pays_from(call.query.device, call.query.shape[3], call.is_causal)
         if tokens < least:

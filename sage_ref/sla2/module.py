@@ -99,8 +99,9 @@ class SLA2(nn.Module):
         backend: str = "auto",
     ):
         super().__init__()
-        for name, count in (("head_dim", head_dim), ("num_heads", num_heads), ("query_blocks", query_blocks)):
-            check_count(name, count)
+        check_count("head_dim", head_dim)
+        check_count("num_heads", num_heads)
+        check_count("query_blocks", query_blocks)
         check_share("sparsity", sparsity)
         check_options(None, backend, quantize=quantize)
         if not isinstance(relaxation, Relaxation):
@@ -109,8 +110,13 @@ class SLA2(nn.Module):
         self.relaxation, self.backend = relaxation, backend
         self.settings = BlockSettings(block_q, block_kv, quantize=quantize, backward=backward)
         self.router = Router(head_dim, self.settings)
-        self.alpha_logit = nn.Parameter(torch.full((num_heads, query_blocks), 3.0))
+        self.alpha_logit = nn.Parameter(torch.empty(num_heads, query_blocks))
+        self.reset_parameters()
         self.stage(2)
+
+    def reset_parameters(self) -> None:
+        """Set alpha to 0.95, as in a new module; the router's layers are reset by themselves."""
+        nn.init.constant_(self.alpha_logit, 3.0)
 
     def stage(self, number: int) -> "SLA2":
         """Choose what is computed and what trains: 1, the soft mask, router and alpha; 2, the hard mask and alpha.

@@ -177,6 +177,14 @@ EQUATIONS_16_17 = Relaxation("logits", 0.1, straight_through=False)
 PRINTED = Relaxation("P_c", 0.1, straight_through=False)  # Algorithm 2, line 8
 
 
+class IdentityAtFirst(nn.Linear):
+    """A layer that starts as the identity, also where a model is made on "meta" and its layers are reset later."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()  # draws as many random numbers as any other layer
+        nn.init.eye_(self.weight)
+
+
 class Router(nn.Module):
     """Scores of key blocks for each query block. One pair proj_q, proj_k [D, D] for all heads starts at the identity.
 
@@ -187,10 +195,8 @@ class Router(nn.Module):
     def __init__(self, head_dim: int, settings: BlockSettings):
         super().__init__()
         self.settings = settings
-        self.proj_q = nn.Linear(head_dim, head_dim, bias=False)
-        self.proj_k = nn.Linear(head_dim, head_dim, bias=False)
-        nn.init.eye_(self.proj_q.weight)
-        nn.init.eye_(self.proj_k.weight)
+        self.proj_q = IdentityAtFirst(head_dim, head_dim, bias=False)
+        self.proj_k = IdentityAtFirst(head_dim, head_dim, bias=False)
 
     def forward(self, query: Tensor, key: Tensor) -> Tensor:
         return router_logits(query, key, *self.matrices(query), self.settings)

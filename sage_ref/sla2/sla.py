@@ -17,6 +17,15 @@ from sage_ref.sla2.blocks import BlockSettings, heuristic_scores, selected_count
 from sage_ref.sla2.branches import linear_branch, sparse_branch
 
 
+class ZeroAtFirst(nn.Linear):
+    """A layer that starts at zero, as `IdentityAtFirst` of `sage_ref.sla2.router` does at the identity."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+
 class SLA(nn.Module):
     """O = O_s + Proj(O_l): SLA with its block mask from mean-pooled queries and keys.
 
@@ -50,9 +59,7 @@ class SLA(nn.Module):
         check_options(None, backend)
         self.head_dim, self.num_heads, self.sparsity, self.backend = head_dim, num_heads, sparsity, backend
         self.settings = BlockSettings(block_q, block_kv)
-        self.proj = nn.Linear(head_dim, head_dim)
-        nn.init.zeros_(self.proj.weight)
-        nn.init.zeros_(self.proj.bias)
+        self.proj = ZeroAtFirst(head_dim, head_dim)
 
     def block_mask(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the blocks of the sparse branch, bool [B, H, Tm, Tn], for query and key with equally many heads."""

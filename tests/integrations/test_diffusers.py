@@ -364,7 +364,6 @@ def test_both_together_and_only_where_asked(video):
 
 
 NO_PROCESSORS = torch.nn.Linear(2, 2)
-PIPELINE = SimpleNamespace(transformer=NO_PROCESSORS, config={})
 MISTAKES = [
     (partial(stage, NO_PROCESSORS, 1), r"model: expected one with SLA2 .*, got one without$"),
     (partial(install_sla2, NO_PROCESSORS, ["attn1"]), r"names: expected keys of attn_processors, .*, got 'attn1'$"),
@@ -372,8 +371,8 @@ MISTAKES = [
         partial(install_sla2, NO_PROCESSORS),
         "model: expected attention processors of diffusers, got a model without any$",
     ),
-    (partial(install_sla2, PIPELINE), "model: expected a torch.nn.Module, got SimpleNamespace$"),
-    (partial(stage, PIPELINE, 1), "model: expected a torch.nn.Module, got SimpleNamespace$"),
+    (partial(install_sla2, SimpleNamespace()), "model: expected a torch.nn.Module, got SimpleNamespace$"),
+    (partial(install_sla2, torch.nn.Sequential(wan())), "model: expected one of diffusers itself, got .*Sequential$"),
 ]
 
 

@@ -291,7 +291,7 @@ def test_what_lies_in_padding_reaches_nobody(qkv):
         assert all(x.isfinite().all() for x in found)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore")  # of tracing, that shapes are constants
 def test_under_compile_and_torch_func_no_mask_is_read(qkv):
     mask = mask_of("right", False)
     expected = F.scaled_dot_product_attention(*qkv, mask, enable_gqa=True)
@@ -303,6 +303,8 @@ def test_under_compile_and_torch_func_no_mask_is_read(qkv):
     torch._dynamo.reset()
     with sdpa(**REFERENCE), pytest.warns(UserWarning, match=message):
         assert torch.equal(torch.compile(masked, fullgraph=True, backend="aot_eager")(*qkv), expected)
+    with sdpa(**REFERENCE):
+        torch.jit.trace(masked, (*qkv,))  # and compares, for it computes it again
     one = [x[:, None] for x in qkv]
     with sdpa(otherwise="error", **REFERENCE), pytest.raises(ValueError, match=f"^{message}"):
         torch.vmap(lambda *x: F.scaled_dot_product_attention(*x, mask[:1], enable_gqa=True))(*one)

@@ -87,6 +87,9 @@ def test_the_options_are_those_of_the_papers_by_default():
     assert model.settings == BlockSettings(quantize=True)
     assert model.alpha_logit.shape == (2, 1)
     assert_close(model.alpha(3, 5), torch.full((3, 2, 5), 1 / (1 + math.exp(-3))))
+    for new in (baseline, model):  # and of one that was made on "meta", by reset_parameters of each part
+        other = with_drawn_parameters(type(new)(8, 2)).apply(lambda part: getattr(part, "reset_parameters", tuple)())
+        assert_close(other.state_dict(), new.state_dict())
 
 
 def at_mask(model, q, k, v, mask, quantize=True):

@@ -89,7 +89,14 @@ class Packed(nn.Module):
         return x @ (self.weight.to(x.dtype) / 64).mT
 
 
-@pytest.mark.parametrize(("change", "stage"), [(Adapted, 1), (Packed, 2)])
+def replicated(layer):
+    """As in a replica of DataParallel, which has weights, but no parameters."""
+    layer.weight.normal_()
+    layer.parameters, layer._former_parameters = list, layer._parameters
+    return layer
+
+
+@pytest.mark.parametrize(("change", "stage"), [(Adapted, 1), (Packed, 2), (replicated, 2)])
 def test_the_router_multiplies_by_what_its_layers_compute_when_they_are_called(change, stage):
     q, k, v = drawn_qkv(40, 80)
     plain, expected, model = (SLA2(8, 2, sparsity=0.6, block_q=16, block_kv=8, backend="reference") for _ in "abc")
