@@ -82,7 +82,8 @@ def sagebwd_attention(
             reference, with one warning that says why, and on a GPU a ValueError.
 
     Returns:
-        O, [B, H, Nq, D] in the dtype of query.
+        O, [B, H, Nq, D] in the dtype of query. On the reference it is contiguous; the kernels' has its heads last in
+        memory if query has. So flatten it by `reshape`, not `view`, or call SDPA inside `with sage_ref.sdpa():`.
 
     Raises:
         TypeError, ValueError: An argument does not fit, or is in forward mode (torch.func.jvp); the message names it,

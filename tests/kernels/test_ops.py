@@ -30,6 +30,7 @@ from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.quantize import SCALE_BLOCK
 from sage_kernels.sagebwd import ops as sagebwd_ops
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
+from torch.utils.flop_counter import FlopCounterMode
 
 from sage_ref import SLA2, Prologue, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
@@ -407,9 +408,11 @@ def test_bytes_sagebwd_keeps_for_the_backward_pass(operation, head_dim):
     if operation.norm is not None:
         expected += sum(x.numel() * x.itemsize for x in operation.prologue(case)[:2])
     if operation.norm:
-        expected += 2 * 2 * case.n_q * head_dim + 2 * 4 * head_dim
+        expected += 2 * head_dim * (2 * case.n_q + 4)
     qkv, gains = [x.clone() for x in operation.inputs(case)[:3]], operation.inputs(case)[3:]
-    assert bytes_kept_for_backward(lambda *x: operation.on(case)(*x, *gains), *qkv) == expected
+    with FlopCounterMode(display=False) as counted:
+        assert bytes_kept_for_backward(lambda *x: operation.on(case)(*x, *gains), *qkv) == expected
+    assert counted.get_total_flops() == head_dim << 18  # two matmuls of 256 x 256 x D
 
 
 def test_broadcast_masks_and_alphas_are_as_good_as_expanded_ones():

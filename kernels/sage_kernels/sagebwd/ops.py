@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of
@@ -143,15 +144,11 @@ def forward(
     return recorded(("forward", is_causal, scale, smooth_k, eps, unbiased), inputs, compute)
 
 
-def fake_forward(
-    query, key, value, is_causal, scale, smooth_k, cos=None, sin=None, query_gain=None, key_gain=None, eps=0.0,
-    unbiased=False, lengths=None,
-):  # fmt: skip
+def fake_forward(query, key, value, *_):
     """Return tensors like those of `forward`, without their values: for torch.compile."""
     log_sum_exp = query.new_empty(*query.shape[:2], padded_length(query.shape[2]), dtype=torch.float32)
     q_hat, k_hat, v_hat = (empty_copies(x, SCALE_BLOCK) for x in (query, key, value))
-    hats = q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_hat.scale
-    return empty_in_layout_of(query), log_sum_exp, *hats
+    return empty_in_layout_of(query), log_sum_exp, q_hat.values, q_hat.scale, k_hat.values, k_hat.scale, v_hat.scale
 
 
 def backward(
@@ -200,10 +197,7 @@ def backward(
     return recorded(("backward", is_causal, scale, granularity), inputs, compute)
 
 
-def fake_backward(
-    grad_output, value, output, log_sum_exp, q_values, q_scale, k_values, k_scale, v_range, is_causal, scale,
-    granularity, lengths=None,
-):  # fmt: skip
+def fake_backward(_, value, output, *__):
     """Return tensors like those of `backward`, without their values."""
     return tuple(empty_in_layout_of(x) for x in (output, value, value))
 
@@ -241,6 +235,9 @@ def fake_prologue_backward(grad_query, grad_key, query, key, cos, sin, query_gai
 call_forward = register("forward", forward, fake_forward)
 call_backward = register("backward", backward, fake_backward)
 call_prologue_backward = register("prologue_backward", prologue_backward, fake_prologue_backward)
+# FlopCounterMode counts nothing for an operation that it doesn't know. As in SDPA's formulas, causality halves nothing.
+flop_registry[torch.ops.sage_kernels.forward] = sdpa_flop
+flop_registry[torch.ops.sage_kernels.backward] = lambda do, v, *_, **out: sdpa_backward_flop(do, do, v, v, **out)
 
 
 class Options(NamedTuple):
