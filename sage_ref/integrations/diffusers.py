@@ -344,6 +344,7 @@ def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
 
     With a model inside DistributedDataParallel, or sharded by FSDP2, every process calls this, and alpha becomes that
     of the mean of the processes' masses. Before weights are offloaded: their places hold nothing that could be set.
+    Where a model calls one SLA2 several times, the last call counts.
 
     Raises:
         TypeError, ValueError: The model is no module, or has no SLA2, or its weights are offloaded.
