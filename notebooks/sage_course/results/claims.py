@@ -62,22 +62,18 @@ def claims(runs: Record, layers: Record) -> list[Claim]:
     return [
         Claim(
             "(i) With the small batch SageBwd trains as well as exact attention.",
-            described(at_small),
+            f"loss {at_small.words}",
             SUPPORTED if at_small.mean + at_small.half < LARGEST_GAP else UNDECIDED,
         ),
         most_error_prone(layers, (small, large)),
         Claim(
             f"(iii) With the large batch it falls behind, by {LARGEST_GAP:.1%}.",
-            described(at_large),
+            f"loss {at_large.words}",
             decide(at_large, LARGEST_GAP) if large > min(PAPER_LOSSES) else UNTESTED,
         ),
         divergence(runs, large),
         smoothing(runs, (small, large)),
     ]
-
-
-def described(gap: Interval) -> str:
-    return f"loss {gap.words}"
 
 
 def most_error_prone(layers: Record, sizes: Sequence[int]) -> Claim:

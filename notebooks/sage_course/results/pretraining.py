@@ -41,7 +41,7 @@ class Interval(NamedTuple):
 
     @property
     def words(self) -> str:
-        """As in "+0.2% (95% interval -0.4% to +0.8%, 3 seeds)", of relative differences."""
+        """Relative differences in words: "+0.2% (95% interval -0.4% to +0.8%, 3 seeds)"."""
         low, high = self.mean - self.half, self.mean + self.half
         return f"{self.mean:+.1%} (95% interval {low:+.1%} to {high:+.1%}, {self.count} seeds)"
 
@@ -244,7 +244,8 @@ def gpt_table(record: Record) -> str:
         f"{row['parameters'] / 1e6:.0f} million parameters, {row['tokens'] / 1e6:.0f} million tokens of Linux's "
         f"sources, {row['tokens_per_step']:,} a batch, learning rate {row['learning_rate']:g}. From the fourth column "
         "on: |g - exact| / |exact| at the end, of the whole model's gradient on four held-out sequences, then of dQ in "
-        f"the worst layer by itself. {record.provenance['erratum']} {record.caption[0].upper()}{record.caption[1:]}."
+        "the worst layer by itself. What is empty had been measured without K-smoothing by mistake, and was removed. "
+        f"{record.caption[0].upper()}{record.caption[1:]}."
     )
     return f"{markdown_table(header, lines)}\n\n{described}\n\n{gpt_losses(record)}"
 
