@@ -298,7 +298,7 @@ def takes(level: int, case: Case, levels=FORWARD_LEVELS) -> bool:
     return not unable and obstacle_here(levels[level], case.head_dim) is None
 
 
-def run_forward_level(case: Case, level: int, tensors=None, *, start: Start | None = None, **launch) -> Forward:
+def run_forward_level(case: Case, level: int, tensors=None, *, start: Start | None = None) -> Forward:
     """Return what a forward level makes of a case, or of other tensors; `start` may change programs for Hopper."""
     if not takes(level, case):
         pytest.skip(f"forward level {level} doesn't take {case}")
@@ -306,7 +306,7 @@ def run_forward_level(case: Case, level: int, tensors=None, *, start: Start | No
     start = start or emulated(case.n_q)
     inputs = ladder.prepare_forward(query, key, value, level, **case.prepared)
     with as_hopper():
-        return Forward(inputs, *ladder.run_forward(inputs, level, start, **case.options, **launch))
+        return Forward(inputs, *ladder.run_forward(inputs, level, start, **case.options))
 
 
 def run_backward_level(case: Case, level: int, tensors=None, forward=None, start: Start | None = None):

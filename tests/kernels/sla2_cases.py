@@ -223,16 +223,14 @@ def takes(case: Case, level: int, level_of_backward: int = 0) -> bool:
 
 
 def run_level(
-    case: Case, level: int, tensors: Tensors | None = None, *, start: Start | None = None, save=None, **launch
+    case: Case, level: int, tensors: Tensors | None = None, *, start: Start | None = None, save=None
 ) -> Result:
     """Return what a level makes of a case, or of other tensors; `start` may change programs for Hopper."""
     query, key, value, _, block_mask, alpha = tensors or draw(case)
     prepared = prepare(query, key, value, block_mask, alpha, level, scale=case.c)
     save = level > 0 if save is None else save
     with as_hopper():
-        return Result(
-            prepared, run_forward(prepared, level, start or emulated(case.n_q), scale=case.c, save=save, **launch)
-        )
+        return Result(prepared, run_forward(prepared, level, start or emulated(case.n_q), scale=case.c, save=save))
 
 
 def run_gradients(

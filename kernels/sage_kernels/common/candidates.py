@@ -1,11 +1,19 @@
-"""Launches of kernels: those that are worth trying, and the ones for a GPU of which nothing is known.
+"""Launches of kernels, from `candidates.json`: those worth trying, and the ones for a GPU of which nothing is known.
 
 A candidate must keep the quantiser's promise that a scale is constant along a contraction: tiles of at most SCALE_BLOCK
 keys where keys are contracted (forward, dq), of at most as many queries where queries are (dk, dv). Since P and dS get
 a scale per row of one tile, these two numbers also decide the results; so they are SCALE_BLOCK, 128, in every launch of
-an INT8 level. The tests run every candidate. DEFAULTS fit the shared memory of every GPU from sm_80 on.
+an INT8 level. A kernel whose name ends in per_block has one scale per tile: the tile is the block. In SLA2, block_q is
+the part of a 128-query block that is worked on at a time; in linear_query, block_kv is a number of columns.
+
+The file has tiles as [block_q, block_kv, num_warps], sometimes with a limit of registers, each to be tried with every
+number of stages, the most promising number first. Small tiles are for GPUs on which a thread adds up in registers
+(mma.sync), where large ones spill. The tests run every candidate. Defaults, the four numbers of a `Launch`, fit the
+shared memory of every GPU from sm_80 on.
 """
 
+import json
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -24,69 +32,17 @@ class Launch(NamedTuple):
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "maxnreg": self.max_registers}
 
 
-def with_stages(*tiles: Launch, stages: tuple[int, ...] = (2, 3, 1)) -> tuple[Launch, ...]:
-    """Return every tile with every number of stages. The most promising number comes first."""
-    return tuple(tile._replace(num_stages=count) for count in stages for tile in tiles)
-
-
-# What `bench --tune` tries. Small tiles are for GPUs on which a thread adds up in registers
-# (mma.sync), where large ones spill.
-CANDIDATES = {
-    "forward": with_stages(
-        Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 2, 2), Launch(32, 128, 4, 2)
-    ),
-    "forward_16bit": with_stages(  # of level 0
-        Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(64, 64, 4, 2), Launch(128, 64, 8, 2),
-        Launch(64, 32, 4, 2),
-    ),
-    "dq_16bit": with_stages(
-        Launch(64, 128, 4, 2), Launch(128, 64, 8, 2), Launch(128, 128, 8, 2), Launch(64, 64, 4, 2),
-        Launch(64, 32, 4, 2),
-    ),
-    "dkdv_16bit": with_stages(
-        Launch(64, 64, 4, 2), Launch(64, 128, 8, 2), Launch(32, 64, 4, 2), Launch(32, 128, 8, 2),
-    ),
-    "dq": with_stages(
-        Launch(64, 128, 4, 2), Launch(128, 128, 8, 2), Launch(32, 128, 4, 2), Launch(64, 128, 8, 2),
-    ),
-    **dict.fromkeys(("dkdv", "dk", "dv"), with_stages(
-        Launch(128, 64, 4, 2), Launch(128, 128, 8, 2), Launch(128, 32, 4, 2), Launch(128, 32, 8, 2),
-        Launch(128, 64, 8, 2),
-    )),
-    # One scale per tile of P and dS: the tile is the block.
-    **dict.fromkeys(("dq_per_block", "dkdv_per_block"), with_stages(Launch(128, 128, 8, 2))),
-    # SLA2: block_q is the part of a 128-query block that is worked on at a time; in linear_query, block_kv is a number
-    # of columns.
-    "sla2_as_printed": with_stages(
-        Launch(64, 64, 4, 1), Launch(128, 64, 8, 1), Launch(32, 64, 4, 1), Launch(64, 64, 8, 1), stages=(1,)
-    ),
-    **dict.fromkeys(
-        ("sla2_forward_16bit", "sla2_query"),
-        with_stages(Launch(64, 64, 4, 2), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)),
-    ),
-    "sla2_forward": with_stages(
-        Launch(64, 64, 4, 2), Launch(64, 64, 4, 2, 168), Launch(128, 64, 8, 2), Launch(32, 64, 2, 2)
-    ),
-    "sla2_mix": (Launch(64, 64, 4, 1), Launch(64, 64, 8, 1)),
-    "sla2_linear_query": (
-        Launch(128, 64, 8, 1), Launch(128, 64, 16, 1), Launch(128, 32, 8, 1), Launch(128, 32, 16, 1),
-    ),
-    "sla2_key": with_stages(
-        Launch(64, 64, 4, 2), Launch(32, 64, 4, 2), Launch(32, 64, 8, 2), Launch(64, 64, 8, 2)
-    ),
-}  # fmt: skip
-DEFAULTS = {
-    "forward": Launch(64, 128, 4, 1),
-    "dq": Launch(64, 128, 8, 1),
-    **dict.fromkeys(("dkdv", "dk"), Launch(128, 64, 8, 1)),
-    "dv": Launch(128, 64, 4, 1),
-    **dict.fromkeys(("dq_per_block", "dkdv_per_block"), Launch(128, 128, 8, 1)),
-    **dict.fromkeys(("dq_16bit", "dkdv_16bit", "sla2_as_printed"), Launch(64, 64, 4, 1)),
-    **dict.fromkeys(("sla2_forward_16bit", "sla2_forward", "sla2_query"), Launch(64, 64, 4, 1)),
-    "sla2_mix": Launch(64, 64, 8, 1),
-    "sla2_linear_query": Launch(128, 32, 8, 1),
-    "sla2_key": Launch(32, 64, 4, 1),
+TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+CANDIDATES = {  # what `bench --tune` tries
+    kernel: tuple(
+        Launch(block_q, block_kv, num_warps, num_stages, *max_registers)
+        for num_stages in row["num_stages"]
+        for block_q, block_kv, num_warps, *max_registers in row["tiles"]
+    )
+    for row in TABLE["candidates"]
+    for kernel in row["kernels"]
 }
+DEFAULTS = {kernel: Launch(*launch) for kernel, launch in TABLE["defaults"].items()}
 
 
 def candidates(kernel: str, level: int) -> tuple[Launch, ...]:

@@ -68,7 +68,7 @@ def compiled_launches(capability: int) -> Table:
 
 
 def _packaged_rows(name: str) -> list[Row]:
-    path = Path(str(resources.files(__package__) / name))
+    path = resources.files(__package__) / name
     return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
 
 

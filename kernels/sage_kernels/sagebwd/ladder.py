@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_kernels import hopper
-from sage_kernels.common.launch import Launch, choose_launch
+from sage_kernels.common.launch import choose_launch
 from sage_kernels.common.launcher import Start, start_with_triton
 from sage_kernels.common.memory import last_axis_contiguous
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
@@ -171,23 +171,15 @@ def prepare_forward(
 
 
 def run_forward(
-    inputs: ForwardInputs,
-    level: int,
-    start: Start = start_with_triton,
-    *,
-    is_causal: bool,
-    scale: float,
-    launch: Launch | None = None,
+    inputs: ForwardInputs, level: int, start: Start = start_with_triton, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute (O, L) by forward level `level`; see `run_forward_program`. A Hopper level has only its own launch."""
+    """Compute (O, L) by forward level `level`; see `run_forward_program`."""
     chosen, device, head_dim = FORWARD_LEVELS[level], inputs.query.device, inputs.query.shape[3]
     if (why := obstacle(chosen, device, head_dim)) is not None:
         raise ValueError(f"level: expected one that can run here, got forward level {level}: {why}")
     if chosen.hopper is not None:
-        if launch is not None:
-            raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
         return chosen.hopper.run_hopper_forward(inputs, start, is_causal=is_causal, scale=scale)
-    launch = launch or choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
+    launch = choose_launch("forward", level, padded_head_dim(head_dim), is_causal, device)
     key_tile = chosen.key_tile if inputs.v_mean is None else chosen.dithered_key_tile
     return run_forward_program(inputs, key_tile, launch, start, is_causal=is_causal, log2_scale=scale * LOG2_E)
 

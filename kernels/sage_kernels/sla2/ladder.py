@@ -113,15 +113,12 @@ def run_forward(
     *,
     scale: float,
     save: bool = False,
-    launch: Launch | None = None,
 ) -> Forward:
-    """Compute O by level `level`; save: O_s and L too, which level 0 does not have. launch: of the sparse program."""
+    """Compute O by level `level`; save: O_s and L too, which level 0 does not have."""
     chosen, inputs = LEVELS[level], prepared.inputs
     if chosen.hopper is not None:
-        if launch is not None:
-            raise ValueError(f"launch: expected None for forward level {level}, which has its own, got {launch}")
         return chosen.hopper.run_hopper_forward(inputs, start, save=save)
-    launch = launch or sla2_launch(chosen.kernel, level, inputs.query)
+    launch = sla2_launch(chosen.kernel, level, inputs.query)
     if level == 0:
         tensors = inputs.query, inputs.key, inputs.value, prepared.choice.block_mask, inputs.alpha, prepared.key_sums
         return Forward(level0_as_printed.run_as_printed(*tensors, launch, start, scale=scale), None, None)

@@ -30,7 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 
@@ -205,7 +205,7 @@ def kernels(head_dim: int) -> tuple[str, ...]:
 
 
 def run_dkdv_pairs(
-    inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start = start_with_triton, *, is_causal: bool
+    inputs: BackwardInputs, do: Fetched, v: Fetched, start: Start, *, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute dK and dV [B, Hkv, Nk, D], in V's layout. do, v: the inputs' dO and V."""
     key, q_hat, k_hat, do_hat = inputs.key, inputs.q_hat, inputs.k_hat, inputs.do_hat
@@ -231,7 +231,7 @@ def run_dkdv_pairs(
 
 
 def run_hopper_backward(
-    inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
+    inputs: BackwardInputs, start: Start, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from level 5's inputs."""
     do, v = fetched_rows(inputs.grad_output), fetched_rows(inputs.value)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, strided
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
 from sage_kernels.common.tiles import Operand, Tile, head_of, key_tile_range, load_tokens, load_with_scale
@@ -194,7 +194,7 @@ def run_dq(
     inputs: BackwardInputs,
     key_tile,
     launch: Launch,
-    start: Start = start_with_triton,
+    start: Start,
     *,
     per_block: bool,
     is_causal: bool,
@@ -221,12 +221,12 @@ def run_dkdv(
     inputs: BackwardInputs,
     query_tile,
     launch: Launch,
-    start: Start = start_with_triton,
+    start: Start,
     *,
     per_block: bool,
     is_causal: bool,
     scale: float,
-    outputs: str = "dkdv",
+    outputs: str,
 ) -> tuple[Tensor, Tensor]:
     """Compute dK and dV [B, Hkv, Nk, D], in V's layout, with the loop body query_tile.
 

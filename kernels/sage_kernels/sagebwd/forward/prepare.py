@@ -129,7 +129,7 @@ def quantize_inputs(
     factor: float,
     with_values: bool,
     grouped: bool,
-    lengths: Tensor | None = None,
+    lengths: Tensor | None,
 ) -> tuple[Quantized, Quantized, Quantized | None, Tensor | None]:
     """Compute Q^, K^ and V^ of query [B, H, Nq, D], key, value [B, Hkv, Nk, D], and max|V| / 127.
 

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import heads_per_row
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.common.tiles import LOG2_E, TINY
@@ -237,9 +237,7 @@ def sla2_linear_query_hopper_program(
     )  # fmt: skip
 
 
-def run_linear_query_hopper(
-    inputs: BackwardInputs, start: Start = start_with_triton, *, scale: float
-) -> QueryGradients:
+def run_linear_query_hopper(inputs: BackwardInputs, start: Start, *, scale: float) -> QueryGradients:
     """Compute what `run_linear_query` does."""
     query = inputs.query
     batch, heads, n_q, head_dim = query.shape

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
 from sage_kernels.common.tiles import (
@@ -365,9 +365,7 @@ def empty_gradients(inputs: BackwardInputs) -> QueryGradients:
     )
 
 
-def run_linear_query(
-    inputs: BackwardInputs, launch: Launch, start: Start = start_with_triton, *, scale: float
-) -> QueryGradients:
+def run_linear_query(inputs: BackwardInputs, launch: Launch, start: Start, *, scale: float) -> QueryGradients:
     """Compute what the linear branch adds to dQ, and what the other programs need. launch.block_kv: columns."""
     do, query = (last_axis_contiguous(x) for x in inputs[:2])
     batch, heads, n_q, head_dim = query.shape
@@ -389,7 +387,7 @@ def run_query(
     gradients: QueryGradients,
     lists: BlockLists,
     launch: Launch,
-    start: Start = start_with_triton,
+    start: Start,
     *,
     scale: float,
 ) -> Tensor | None:
@@ -426,7 +424,7 @@ def run_key(
     grad_sums: Tensor,
     lists: BlockLists,
     launch: Launch,
-    start: Start = start_with_triton,
+    start: Start,
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -456,7 +454,7 @@ def run_join(
     grad_sums: Tensor,
     partial: Tensor,
     outputs: tuple[Tensor, Tensor],
-    start: Start = start_with_triton,
+    start: Start,
     *,
     scale: float,
 ) -> None:
@@ -471,9 +469,7 @@ def run_join(
     start(sla2_join_program, (pieces.blocks.numel(),), arguments, constants, {"num_warps": JOIN_WARPS})
 
 
-def run_linear_key(
-    inputs: BackwardInputs, grad_sums: Tensor, start: Start = start_with_triton
-) -> tuple[Tensor, Tensor]:
+def run_linear_key(inputs: BackwardInputs, grad_sums: Tensor, start: Start) -> tuple[Tensor, Tensor]:
     """Compute the linear branch's share of dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn padded, Dp (Dp + 1)]."""
     key, value = (last_axis_contiguous(x) for x in (inputs.key, inputs.value))
     batch, kv_heads, n_k, head_dim = key.shape

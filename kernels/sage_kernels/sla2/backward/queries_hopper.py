@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import heads_per_row
 from sage_kernels.common.quantize import padded_head_dim, padded_length
 from sage_kernels.hopper import multiprocessors
@@ -241,7 +241,7 @@ def run_query_hopper(
     inputs: BackwardInputs,
     gradients: QueryGradients,
     lists: BlockLists,
-    start: Start = start_with_triton,
+    start: Start,
     *,
     scale: float,
 ) -> None:

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels.common.launch import Launch
-from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
 from sage_kernels.common.quantize import Quantized, padded_head_dim, padded_length
 from sage_kernels.common.tiles import (
@@ -150,11 +150,11 @@ def run_sparse_forward(
     inputs: ForwardInputs,
     key_tile,
     launch: Launch,
-    start: Start = start_with_triton,
+    start: Start,
     *,
     scale: float,
-    fused: bool = True,
-    save: bool = True,
+    fused: bool,
+    save: bool,
 ) -> Forward:
     """Run the program with loop body key_tile, for all query blocks.
 

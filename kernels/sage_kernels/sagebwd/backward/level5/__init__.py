@@ -11,7 +11,7 @@ what is left.
 
 from torch import Tensor
 
-from sage_kernels.common.launcher import Start, start_with_triton
+from sage_kernels.common.launcher import Start
 from sage_kernels.common.quantize import padded_head_dim
 from sage_kernels.hopper import HEAD_DIMS
 from sage_kernels.sagebwd.backward.level5 import narrow, units, wide
@@ -26,7 +26,7 @@ def kernels(head_dim: int) -> tuple[str, ...]:
 
 
 def run_hopper_backward(
-    inputs: BackwardInputs, start: Start = start_with_triton, *, is_causal: bool, scale: float
+    inputs: BackwardInputs, start: Start, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dQ [B, H, Nq, D], dK and dV [B, Hkv, Nk, D] from what `prepare_backward` makes for level 5."""
     if padded_head_dim(inputs.query.shape[3]) == HEAD_DIMS[0]:
