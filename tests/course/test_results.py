@@ -2,19 +2,18 @@
 
 import copy
 import math
-from itertools import product
-from types import SimpleNamespace
 
 import pytest
-from sage_course.results import claims, full_batch
+from sage_course.results import claims
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
-from sage_course.results.full_batch import CONTROLS, TRUTH, Training
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import (
     Interval,
+    agreed,
     gradient_is_lost,
-    judged_losses,
+    judged,
     paired_differences,
+    paired_gaps,
     pretrain_runs,
 )
 from sage_lab.records import Record, read_record
@@ -71,18 +70,53 @@ def test_a_gradient_is_lost_only_while_the_control_holds():
     assert not gradient_is_lost(run([1.2, 1.2, 1.3, 1.4], [0.1, 0.1, 0.6, 0.1]), "sagebwd")
 
 
-def test_losses_are_judged_seed_by_seed_and_one_seed_decides_nothing():
-    def runs(*of_seeds):
-        rows = []
-        for seed, (exact, sagebwd) in enumerate(of_seeds):
-            for arm, loss in (("exact", exact), ("sagebwd", sagebwd)):
-                rows.append({"arm": arm, "qk_norm": True, "seed": seed, "final_val_loss": loss})
-        return judged_losses(Record({}, rows), "sagebwd", True)
+def runs_of(arms):
+    """Return a record of arms -> training (QK-norm, rate) -> a loss per seed, on one batch; None: it diverged."""
+    rows = []
+    for (arm, qk_norm, rate), losses in arms.items():
+        for seed, loss in enumerate(losses):
+            facts = {"arm": arm, "qk_norm": qk_norm, "learning_rate": rate, "seed": seed, "diverged": loss is None}
+            steps = {"step_losses": [9.0, *[loss or math.nan] * 10], "arguments": {"same_batch": True}}
+            rows.append(facts | steps | {"final_val_loss": 3.0})
+    return Record({}, rows)
 
-    assert runs((2.0, 2.5)) == "undecided"
-    assert runs((2.0, 2.1), (3.0, 3.16), (2.5, 2.62)) == "behind"
-    assert runs((2.0, 2.001), (3.0, 2.999), (2.5, 2.501)) == "level"
-    assert runs((2.0, 2.1), (3.0, 2.9), (2.5, 2.6)) == "undecided"
+
+EXACT, LOST = [2.0, 3.0, 2.5], [2.0, None, 2.5]
+
+
+def near(middle):
+    """Return losses whose gaps to EXACT have this mean, and a 95% interval of 1.242% on either side."""
+    return [x * (1 + middle + shift) for x, shift in zip(EXACT, (-0.005, 0.0, 0.005), strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("exact", "losses", "verdict"),
+    [
+        (EXACT, near(0.0125), "behind"), (EXACT, near(-0.0125), "ahead"), (EXACT, near(0.008), "level"),
+        (EXACT, near(0.0124), "undecided"), (EXACT, near(0.009), "undecided"), (EXACT, EXACT[:1], "undecided"),
+        (EXACT, near(-0.01), "level"), (EXACT, [2.0, math.nan, 2.5], "behind"), (EXACT, LOST, "behind"), (LOST, near(0.0125), "undecided"), (LOST, LOST, "level"),
+        (EXACT, [], "undecided"),
+    ],
+)  # fmt: skip
+def test_losses_are_judged_seed_by_seed(exact, losses, verdict):
+    record = runs_of({("exact", True, 0.1): exact, ("printed", True, 0.1): losses})
+    assert judged(paired_gaps(record, "printed")) == verdict
+    assert agreed(record, "printed") == "undecided"  # one training alone
+
+
+@pytest.mark.parametrize(
+    ("second", "claim"),
+    [
+        ({}, CONTRADICTED), ({0.1: LOST}, UNDECIDED), ({0.1: LOST, 0.2: near(0.02)}, SUPPORTED),
+        ({0.1: near(-0.02)}, CONTRADICTED), ({0.1: near(0.01)}, UNDECIDED),
+    ],
+)  # fmt: skip
+def test_a_claim_needs_all_rates(second, claim):
+    """With everything else level, and a remedy that is lost, one scale per tile without QK-norm decides."""
+    arms = {(arm, norm, rate): EXACT for arm in ("exact", "sagebwd", "printed", "unbiased")
+            for norm in (False, True) for rate in (0.1, 0.2)}  # fmt: skip
+    changed = {("printed", False, rate): losses for rate, losses in second.items()} | {("unbiased", True, 0.1): LOST}
+    assert claims.without_noise(runs_of(arms | changed)).verdict == claim
 
 
 @pytest.mark.parametrize(
@@ -111,79 +145,6 @@ def test_a_gap_or_scatter_at_the_small_step_is_noticed():
 def test_where_errors_grow(changes, verdict):
     rows = [row | {"rel_l2": changes.get(row["tensor"], row["rel_l2"])} for row in LAYERS.rows]
     assert verdicts(layers=Record(LAYERS.provenance, rows))[1] == verdict
-
-
-CONTROL = 0.001  # nats, of "bf16"; the second control has less
-COLUMNS = ["step", "exact_loss", "gradient_error"]
-ARMS = (TRUTH, *CONTROLS, "per tile", "per row", "kernels", "kernels, unbiased")
-REMEDIES = ("two terms", "V smoothed")
-PLAN = {"tokens": 2**18, "learning_rates": [0.1], "seeds": [0, 1, 2], "margin": 2.0, "arms": ARMS, "remedies": REMEDIES}
-WHERE = {"plan": PLAN, "curve": COLUMNS, "gpu": "a GPU", "commit": "0123456789", "date": "2026-01-01"}
-
-
-def record_of(behind):
-    """Return runs of all arms and remedies. behind(run): nats above exact attention at the end; None: it diverged."""
-    rows, controls = [], {TRUTH: 0.0, CONTROLS[0]: CONTROL, CONTROLS[1]: CONTROL / 2}
-    remedies = [f"{base}: {remedy}" for base in ("per tile", "per row") for remedy in REMEDIES]
-    for arm, qk_norm, seed in product((*ARMS, *remedies), (False, True), PLAN["seeds"]):
-        run = {"arm": arm, **Training(qk_norm, 0.1, seed)._asdict(), "batch_tokens": PLAN["tokens"]}
-        more = controls[arm] if arm in controls else behind(SimpleNamespace(**run))
-        loss = None if more is None else 2.0 + more
-        curve = [[step, loss or math.nan, 0.02] for step in range(4)]
-        rows.append(run | {"final_loss": loss, "curve": curve})
-    return Record(WHERE, rows)
-
-
-def is_printed(run):
-    return run.arm == "per tile" and not run.qk_norm
-
-
-def behind_at_full_size(run):
-    """Let the printed method without QK-norm end 10 to 12 thousandths behind, and one of its remedies hardly."""
-    if run.arm == "per tile: V smoothed":
-        return 0.0005
-    return 0.010 + 0.001 * run.seed if is_printed(run) or run.arm.startswith("per tile:") else 0.0
-
-
-def test_an_arm_is_behind_and_its_remedies_are_found():
-    record = record_of(behind_at_full_size)
-    found = full_batch.conditions(record)
-    (behind,) = (x for x in found if x.verdict == full_batch.BEHIND)
-    assert (behind.arm, behind.qk_norm, behind.gaps) == ("per tile", False, pytest.approx([0.010, 0.011, 0.012]))
-    assert full_batch.claim_of(found).verdict == SUPPORTED
-    assert [row.arm for row in full_batch.remedied(record)] == [
-        "per tile: V smoothed",
-        "per tile",
-        "per tile: two terms",
-    ]
-    some = Record(WHERE, [row for row in record.rows if row["arm"] in ("per tile", TRUTH, *CONTROLS)])
-    assert {x.arm for x in full_batch.conditions(some)} == {"per tile"}  # the screening is not complete
-    assert full_batch.remedied(some) == []
-
-
-@pytest.mark.parametrize(
-    ("gaps", "verdict"),
-    [
-        ([0.0021, 0.0019, 0.0015], full_batch.BEHIND), ([0.0021, 0.0019, 0.0005], UNDECIDED),
-        ([0.0019, 0.0015, -0.1], full_batch.NOT_BEHIND), ([0.010, -0.008, 0.012], UNDECIDED),
-        ([0.010], UNDECIDED), ([0.0, math.inf], full_batch.BEHIND),
-    ],
-)  # fmt: skip
-def test_a_gap_counts_where_its_interval_is_above_the_controls(gaps, verdict):
-    assert full_batch.verdict_of(gaps, CONTROL, margin=2.0) == verdict
-
-
-@pytest.mark.parametrize(
-    ("behind", "verdict"),
-    [
-        (lambda run: 1.5 * CONTROL, CONTRADICTED),
-        (lambda run: [0.010, -0.008, 0.012][run.seed] if is_printed(run) else 0.0, UNDECIDED),
-        (lambda run: None if is_printed(run) else 0.0, SUPPORTED),
-        (lambda run: None if run.arm == "kernels, unbiased" else 0.0, CONTRADICTED),  # a remedy does not count
-    ],
-)
-def test_what_arms_behind_say_of_the_claim(behind, verdict):
-    assert full_batch.claim_of(full_batch.conditions(record_of(behind))).verdict == verdict
 
 
 @pytest.mark.parametrize("d", [64, 128])

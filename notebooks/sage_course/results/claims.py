@@ -7,6 +7,7 @@ at most as large as the paper's small one, a claim about its large batch is not 
 The paper says "tokens per step" for the size of a batch; here it is "tokens per batch".
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +15,10 @@ from typing import NamedTuple
 from sage_lab.records import Record
 
 from sage_course.results.pretraining import (
+    LARGEST_GAP,
     PAPER_LOSSES,
     Interval,
+    agreed,
     bias_to_noise,
     final_losses,
     last_errors,
@@ -31,9 +34,6 @@ from sage_course.results.pretraining import (
 
 SUPPORTED, PARTLY, UNDECIDED = "supported", "supported in part", "cannot be decided"
 CONTRADICTED, UNTESTED = "contradicted at our size", "not tested at our size"
-# The paper's tokens per batch -> SageBwd's final loss divided by exact attention's, minus one.
-PAPER_GAPS = {size: losses["sagebwd"] / losses["exact"] - 1 for size, losses in PAPER_LOSSES.items()}
-LARGEST_GAP = max(PAPER_GAPS.values())
 
 
 class Claim(NamedTuple):
@@ -120,6 +120,29 @@ def smoothing(runs: Record, sizes: Sequence[int]) -> Claim:
     return Claim("(iv) K-smoothing is needed, Q-smoothing adds nothing.", ours, UNDECIDED, number)
 
 
+def without_noise(record: Record) -> Claim:
+    """Judge claim (iii) where every batch is the same one: does the gradient's bias alone make SageBwd fall behind?
+
+    Supported if one scale per row or one per tile is behind at every learning rate, with QK-norm or without. It is
+    contradicted at our size if all four of these are level with exact attention at every rate. A remedy does not count.
+
+    Args:
+        record: Rows of `pretrain --same-batch`.
+    """
+    pairs = itertools.product(("sagebwd", "printed"), (False, True))
+    found = [agreed(record, arm, qk_norm=qk_norm) for arm, qk_norm in pairs]
+    counts = {verdict: found.count(verdict) for verdict in ("behind", "level", "ahead", "undecided")}
+    rates, seeds = (len({row[name] for row in record.rows}) for name in ("learning_rate", "seed"))
+    ours = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
+    number = f"of {len(found)} settings (what shares a scale, QK-norm or not) {ours}; {rates} rates, {seeds} seeds"
+    return Claim(
+        "(iii) Where no noise hides the gradient's bias, it falls behind.",
+        f"each batch is the same one: {number}",
+        SUPPORTED if counts["behind"] else UNDECIDED if counts["undecided"] else CONTRADICTED,
+        number,
+    )
+
+
 def with_gradients(found: Sequence[Claim], gpt: Record) -> list[Claim]:
     """Add to three claims what the GPTs say: how far off gradients are at the end of training, and their losses."""
     runs = gpt.select(arm="sagebwd")
@@ -127,7 +150,7 @@ def with_gradients(found: Sequence[Claim], gpt: Record) -> list[Claim]:
     (with_norm,), without = errors[True], errors[False]
     off = {arm: f"{min(x[arm] for x in without):.0%} to {max(x[arm] for x in without):.0%}" for arm in with_norm}
     exact = "exact attention's in 16 bit"
-    smoothed = mean_interval(paired_gaps(gpt, "unsmoothed", False, "sagebwd"))
+    smoothed = mean_interval(paired_gaps(gpt, "unsmoothed", "sagebwd", qk_norm=False))
     said = {
         "trains as well": f"a GPT's gradient is {with_norm['sagebwd']:.1%} off, {exact} {with_norm['exact']:.1%}",
         "diverges": f"none of {len(without)} GPTs; their gradients are {off['sagebwd']} off, {exact} {off['exact']}",

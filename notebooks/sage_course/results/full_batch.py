@@ -14,13 +14,12 @@ from matplotlib.figure import Figure
 from sage_lab.records import Record, Row
 from sage_lab.records import read_record as recorded  # noqa: F401 (notebook 14 says so)
 
-from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
+from sage_course.figures.style import BLACK, BLUE, panels
 from sage_course.results.claims import CONTRADICTED, LARGEST_GAP, SUPPORTED, UNDECIDED, Claim
 from sage_course.results.pretraining import Interval, mean_interval
 
 TRUTH, CONTROLS, REMEDIED = "exact", ("bf16", "random error"), "kernels, unbiased"
 BEHIND, NOT_BEHIND = "behind", "not behind"
-RUN_COLORS = {"exact": BLACK, "printed": RED, "kernels": ORANGE, "unbiased": BLUE}
 
 
 class Condition(NamedTuple):
@@ -39,14 +38,6 @@ class Condition(NamedTuple):
     def counts_from_share(self) -> float:
         """Return `counts_from` as a share of exact attention's loss: the paper's nats are per token, ours per byte."""
         return self.counts_from / self.exact_loss
-
-
-class Remedied(NamedTuple):
-    """An arm and what it gains. gap: nats, of the seed that every remedy has; gradient_error: at the end, relative."""
-
-    arm: str
-    gap: float
-    gradient_error: float
 
 
 class Training(NamedTuple):
@@ -166,28 +157,6 @@ def gaps_figure(found: Sequence[Condition], *, title: str) -> Figure:
     return figure
 
 
-def remedied(record: Record) -> list[Remedied]:
-    """Return the arm that is furthest behind and its remedies, the smallest gap first; empty if no arm is behind.
-
-    Empty, too, as long as the screening is not complete.
-    """
-    runs = Runs(record)
-    screened = list(runs.screened())
-    if not all(runs.has(*run) for run in screened):
-        return []
-    behind = [run for run in screened if runs.gap(*run) > runs.plan["margin"] * runs.control(run[1])]
-    if not behind:
-        return []
-    worst, training = max(behind, key=lambda run: runs.gap(*run))
-    base = "per tile" if worst == "per tile" else "per row"  # which the kernels have, too
-    arms = [worst, *(f"{base}: {remedy}" for remedy in runs.plan["remedies"])]
-    place, found = runs.columns.index("gradient_error"), []
-    for arm in arms:
-        if row := runs.rows.get((arm, training)):
-            found.append(Remedied(arm, runs.gap(arm, training), row["curve"][-1][place]))
-    return sorted(found, key=lambda row: row.gap)
-
-
 def curves(record: Record, arm: str, column: str, **training: Any) -> list[list[float]]:
     """Return a column of the curve of this arm in each training that fits, with the first seed."""
     plan, place = record.provenance["plan"], record.provenance["curve"].index(column)
@@ -207,21 +176,6 @@ def bias_shares(record: Record, arms: Sequence[str], learning_rate: float) -> di
     }
 
 
-def pretraining_figure(record: Record, *, title: str) -> Figure:
-    """Draw the second half of the validation losses, a panel per seed; rows of `pretrain-grid --plan repair`."""
-    starts = sorted({(row["qk_norm"], row["seed"]) for row in record.rows}, key=lambda start: (not start[0], start[1]))
-    figure, axes = panels(len(starts), width=3.2, height=3.4, sharey=True, title=title)
-    for ax, (qk_norm, seed) in zip(axes, starts, strict=True):
-        for row in record.select(qk_norm=qk_norm, seed=seed):
-            curve = row["curve"][len(row["curve"]) // 2 :]
-            tokens, losses = [x / 1e6 for x, _ in curve], [x for _, x in curve]
-            ax.plot(tokens, losses, color=RUN_COLORS[run_name(row)], label=run_name(row))
-        ax.set(xlabel="millions of tokens", title=f"{'QK-norm' if qk_norm else 'no QK-norm'}, seed {seed}")
-    axes[0].set_ylabel("validation loss, nats")
-    axes[0].legend(fontsize=9)
-    return figure
-
-
 def pretraining_gaps(record: Record) -> list[tuple[str, bool, int, float]]:
     """Return (run, QK-norm, seed, final loss minus exact attention's with the same seed), infinite if it diverged."""
     exact = {(row["qk_norm"], row["seed"]): row for row in record.rows if row["attention"] == "exact"}
@@ -235,7 +189,7 @@ def pretraining_gaps(record: Record) -> list[tuple[str, bool, int, float]]:
 
 
 def run_name(row: Row) -> str:
-    """Name a run as RUN_COLORS does."""
+    """Name a run by its attention."""
     if row["attention"] == "exact":
         return "exact"
     if row["remedy"] != "none":

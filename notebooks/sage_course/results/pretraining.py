@@ -169,32 +169,71 @@ def speed_table(record: Record) -> str:
     return markdown_table(header, lines)
 
 
-# The rules for the GPTs of `pretrain --model gpt`, written before the first of them.
-GPT = "pretrain_gpt_h200"
-LOST, HELD, JUDGED_PROBES = 1.0, 0.5, 3
+# The rules for the runs of `pretrain`, written before the first of each kind: GPTs, one batch again and again, and
+# ordinary training of a small model with each kind of scales.
+GPT, SAME_BATCH, SCALES = "pretrain_gpt_h200", "same_batch_h200", "pretrain_scales_h200"
+LOST, HELD, JUDGED_PROBES, LAST_STEPS = 1.0, 0.5, 3, 10
+LARGEST_GAP = max(losses["sagebwd"] / losses["exact"] - 1 for losses in PAPER_LOSSES.values())
+COMPARED = (*((arm, "exact") for arm in ("sagebwd", "printed", "unbiased", "unsmoothed")), ("unsmoothed", "sagebwd"))
+COMPARED += (("printed", "sagebwd"),)  # in tiles of one size: one scale per tile against one per row
 
 
-def paired_gaps(record: Record, arm: str, qk_norm: bool, baseline: str = "exact") -> list[float]:
-    """Return an arm's final losses over those of another, minus one, by seed: the same first weights and batches."""
-    losses = {(row["arm"], row["seed"]): row["final_val_loss"] for row in record.select(qk_norm=qk_norm)}
-    seeds = [seed for of, seed in losses if of == arm and (baseline, seed) in losses]
+def ending(row: Row) -> float:
+    """Return the loss that a run is judged by: the held-out one, infinite if it diverged.
+
+    Where every batch is the same one it is the mean of the last ten steps' training losses, because what is held out
+    has the noise that this training leaves out.
+    """
+    losses = row["step_losses"][-LAST_STEPS:] if row["arguments"].get("same_batch") else [row["final_val_loss"]]
+    loss = math.inf if row["diverged"] else mean(losses)
+    return loss if loss < math.inf else math.inf  # NaN is no end either
+
+
+def paired_gaps(record: Record, arm: str, baseline: str = "exact", **training: bool | float) -> list[float]:
+    """Return an arm's losses over those of another, minus one, by seed: the same first weights and batches.
+
+    A gap is infinite where the arm diverged; where the baseline did there is none. training: columns and their values.
+    """
+    losses = {(row["arm"], row["seed"]): ending(row) for row in record.select(**training)}
+    seeds = [seed for of, seed in losses if of == arm and losses.get((baseline, seed), math.inf) < math.inf]
     return [losses[arm, seed] / losses[baseline, seed] - 1 for seed in seeds]
 
 
-def judged_losses(record: Record, arm: str, qk_norm: bool) -> str:
-    """Judge an arm's final losses against those of exact attention.
+def judged(gaps: Sequence[float]) -> str:
+    """Judge an arm by its gaps under one training, a gap per seed.
 
-    "behind" if the 95% interval of the differences (Student's t) is above zero, "level" if it ends below the paper's
-    largest gap, else "undecided". A single seed is undecided, whatever it says.
+    "behind" if the 95% interval of their mean (Student's t) is above zero, or if a run diverged; "ahead" if it is below
+    zero; "level" if it ends below the paper's largest gap, which would have been seen; else "undecided". A single seed
+    is undecided, whatever it says.
     """
-    pairs = paired_gaps(record, arm, qk_norm)
-    if len(pairs) < 2:
+    if len(gaps) < 2:
         return "undecided"
-    found = mean_interval(pairs)
+    if math.inf in gaps:
+        return "behind"
+    found = mean_interval(gaps)
     if found.mean - found.half > 0:
         return "behind"
-    largest_gap = max(of["sagebwd"] / of["exact"] - 1 for of in PAPER_LOSSES.values())
-    return "level" if found.mean + found.half < largest_gap else "undecided"
+    high = found.mean + found.half
+    return "ahead" if high < 0 else "level" if high < LARGEST_GAP else "undecided"
+
+
+def trainings(record: Record) -> list[Row]:
+    """Return the trainings that a record has of each arm: with QK-norm or without, and at which rate."""
+    found = sorted({(row["qk_norm"], row["learning_rate"]) for row in record.rows})
+    return [{"qk_norm": qk_norm, "learning_rate": rate} for qk_norm, rate in found]
+
+
+def agreed(record: Record, arm: str, baseline: str = "exact", **chosen: bool | float) -> str:
+    """Return the verdict that all trainings share, of those that have the values `chosen`; else "undecided".
+
+    One interval in 40 is above zero by chance, and a record has a dozen. So one training alone decides nothing, and all
+    of them have to say the same. ("ahead" and "level" both say that the paper's gap is not there: together "level".)
+    """
+    asked = [training for training in trainings(record) if chosen.items() <= training.items()]
+    verdicts = {judged(paired_gaps(record, arm, baseline, **training)) for training in asked}
+    if len(asked) > 1 and len(verdicts) == 1:
+        return verdicts.pop()
+    return "level" if len(asked) > 1 and verdicts == {"ahead", "level"} else "undecided"
 
 
 def gradient_is_lost(row: Row, arm: str) -> bool:
@@ -247,17 +286,22 @@ def gpt_table(record: Record) -> str:
         "the worst layer by itself. What is empty had been measured without K-smoothing by mistake, and was removed. "
         f"{record.caption[0].upper()}{record.caption[1:]}."
     )
-    return f"{markdown_table(header, lines)}\n\n{described}\n\n{gpt_losses(record)}"
+    return f"{markdown_table(header, lines)}\n\n{described}\n\n{gaps_table(record)}"
 
 
-def gpt_losses(record: Record) -> str:
-    """Return a table of the arms' losses, each minus exact attention's, and without K-smoothing minus with it."""
+def gaps_table(record: Record) -> str:
+    """Return a table of the arms' losses by training: each minus exact attention's, and with one another."""
     lines = []
-    for arm, baseline in (("sagebwd", "exact"), ("unsmoothed", "exact"), ("unsmoothed", "sagebwd")):
-        for qk_norm in (False, True):
-            pairs = paired_gaps(record, arm, qk_norm, baseline)
-            words = mean_interval(pairs).words if len(pairs) > 1 else ", ".join(f"{x:+.1%} (1 seed)" for x in pairs)
-            verdict = judged_losses(record, arm, qk_norm) if baseline == "exact" else ""
-            if pairs:
-                lines.append((f"{arm} against {baseline}", "yes" if qk_norm else "no", words, verdict))
-    return markdown_table(("held-out loss", "QK-norm", "difference", "verdict"), lines)
+    for arm, baseline in COMPARED:
+        for training in trainings(record):
+            if gaps := paired_gaps(record, arm, baseline, **training):
+                cells = ("yes" if training["qk_norm"] else "no", training["learning_rate"], words_of(gaps))
+                lines.append((f"{arm} against {baseline}", *cells, judged(gaps)))
+    return markdown_table(("loss", "QK-norm", "learning rate", "difference", "verdict"), lines)
+
+
+def words_of(gaps: Sequence[float]) -> str:
+    """Describe at least one gap."""
+    if lost := sum(map(math.isinf, gaps)):
+        return f"{lost} of {len(gaps)} diverged"
+    return mean_interval(gaps).words if len(gaps) > 1 else f"{gaps[0]:+.1%} (1 seed)"
