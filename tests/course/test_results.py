@@ -94,7 +94,8 @@ def near(middle):
     [
         (EXACT, near(0.0125), "behind"), (EXACT, near(-0.0125), "ahead"), (EXACT, near(0.008), "level"),
         (EXACT, near(0.0124), "undecided"), (EXACT, near(0.009), "undecided"), (EXACT, EXACT[:1], "undecided"),
-        (EXACT, near(-0.01), "level"), (EXACT, [2.0, math.nan, 2.5], "behind"), (EXACT, LOST, "behind"), (LOST, near(0.0125), "undecided"), (LOST, LOST, "level"),
+        (EXACT, near(-0.01), "level"), (EXACT, [2.0, math.nan, 2.5], "behind"), (EXACT, LOST, "behind"),
+        (LOST, near(0.0125), "undecided"), (LOST, LOST, "level"),
         (EXACT, [], "undecided"),
     ],
 )  # fmt: skip
