@@ -158,6 +158,7 @@ def run_backward(
 def grad_weights(inputs: BackwardInputs, ds: Tensor, grad_sums: Tensor, start: Start) -> Tensor:
     """Return dW [B, H, Tm, Tn] of the blocks' weights W; 0 where W is 0, since such a block was not computed.
 
+    It is 0, too, where W is no normal number of float32: 1 / W may overflow there. SoftTop-k's own slope is about W.
     The sparse branch has P = W 2^(S - L), so dW = sum of dS / W; the linear one H_i = sum_j (1 - W_ij) h_j, so
     dW = -dH_i . h_j. ds: sums of dS over blocks, for an alpha of 1. grad_sums: dH_i and dZ_i.
     """
@@ -166,7 +167,7 @@ def grad_weights(inputs: BackwardInputs, ds: Tensor, grad_sums: Tensor, start: S
     linear = torch.bmm(grad_sums.view(sums.shape[0] * sums.shape[1], -1, sums.shape[3]), sums.flatten(0, 1).mT)
     dw = inputs.alpha[..., None] * ds * torch.exp2(-inputs.log2_weights)
     dw = dw - linear.view(*ds.shape[:2], rows, -1)[..., :columns]
-    return dw.masked_fill(inputs.log2_weights == -math.inf, 0)
+    return dw.masked_fill(inputs.log2_weights < -126, 0)
 
 
 def sla2_launch(kernel: str, level: int, query: Tensor) -> Launch:

@@ -223,7 +223,7 @@ def attention(
     """Compute O of valid arguments, in the signature of the reference; `sage_ref.sla2.api` is the way in.
 
     chooser: a block mask, bool [B, H, Tm, Tn], or what chooses the blocks, which gets no gradient; or the blocks'
-    weights in [0, 1], floating, which get one, but for those of 0.
+    weights in [0, 1], floating, which get one, but for those below 2^-126.
     """
     if isinstance(chooser, Routing):
         operands = (None, chooser.proj_q, chooser.proj_k, chooser.count)
