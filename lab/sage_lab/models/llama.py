@@ -23,7 +23,6 @@ from sage_ref.sagebwd.api import reference_attention, sagebwd_attention
 from sage_ref.sagebwd.settings import SageBwdSettings
 from sage_ref.smoothing import QKNorm
 
-ATTENTIONS = ("exact", "sagebwd")
 MLPS = ("swiglu", "squared_relu")
 NORM_EPS = 1e-6
 

@@ -17,18 +17,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_lab.models.llama import Llama
 from sage_lab.records import Row
+from sage_lab.repairs import UNBIASED
 from sage_lab.training.capture import attention_tensors, next_token_loss
 from sage_ref.attention import softmax_scale
 from sage_ref.sagebwd.api import reference_attention
 
 # The arms of a comparison, each with all in which it differs from another: a model that is probed may be any of them.
-# "printed": one scale a tile, as the paper prints it.
-SAGEBWD = {"attention": "sagebwd", "smooth_k": True, "granularity": "row"}
+# "printed": one scale a tile, as the paper prints it. "unbiased": V smoothed and P rounded by ordered dither in O.
+SAGEBWD = {"attention": "sagebwd", "smooth_k": True, "granularity": "row", "remedy": "none"}
 ARMS = {
     "exact": SAGEBWD | {"attention": "exact"},
     "sagebwd": SAGEBWD,
     "unsmoothed": SAGEBWD | {"smooth_k": False},
     "printed": SAGEBWD | {"granularity": "block"},
+    "unbiased": SAGEBWD | {"remedy": UNBIASED},
 }
 GRADIENTS = ("dQ", "dK", "dV")
 Autocast = Callable[[], AbstractContextManager]

@@ -9,7 +9,6 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 from sage_lab.records import Record, Row, markdown_table
-from sage_lab.training.probe import ARMS
 from scipy.special import stdtrit  # the inverse of Student's distribution
 
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -174,6 +173,7 @@ def speed_table(record: Record) -> str:
 GPT, SAME_BATCH, SCALES = "pretrain_gpt_h200", "same_batch_h200", "pretrain_scales_h200"
 LOST, HELD, JUDGED_PROBES, LAST_STEPS = 1.0, 0.5, 3, 10
 LARGEST_GAP = max(losses["sagebwd"] / losses["exact"] - 1 for losses in PAPER_LOSSES.values())
+PROBED = ("exact", "sagebwd", "unsmoothed", "printed")  # of the arms, those that the GPTs' record has
 COMPARED = (*((arm, "exact") for arm in ("sagebwd", "printed", "unbiased", "unsmoothed")), ("unsmoothed", "sagebwd"))
 COMPARED += (("printed", "sagebwd"),)  # in tiles of one size: one scale per tile against one per row
 
@@ -270,7 +270,7 @@ def gpt_table(record: Record) -> str:
     lines = []
     for row in sorted(record.rows, key=lambda row: (row["qk_norm"], row["arm"], row["seed"])):
         last = row["probes"][-1]
-        errors = [f"{x:.3g}" if (x := last["errors"].get(arm)) else "" for arm in ARMS]
+        errors = [f"{x:.3g}" if (x := last["errors"].get(arm)) else "" for arm in PROBED]
         in_a_layer = [last["attention"].get(arm) for arm in ("exact", "sagebwd", "between")]
         in_a_layer = [f"{max(x['dQ']):.2g}" if x else "" for x in in_a_layer]
         name = f"{row['arm']}, {'QK-norm' if row['qk_norm'] else 'no QK-norm'}, seed {row['seed']}"
