@@ -74,7 +74,7 @@ def flow_batch(
 
     The levels are uniform on [0, 1], one from each of `count` equal parts.
     """
-    video, _ = moving_scenes(count, digits, config.frames, config.size, seed=seed)
+    video = moving_scenes(count, digits, config.frames, config.size, seed=seed)
     generator = torch.Generator(digits.device).manual_seed(seed_of((*seed, 1)))
     device = {"generator": generator, "device": digits.device}
     noise_level = (torch.arange(count, device=digits.device) + torch.rand(count, **device)) / count

@@ -28,7 +28,7 @@ from sage_lab.training.video_flow import (
 )
 from sage_lab.training.video_scenes import seed_of
 from sage_ref.shapes import in_working_dtype
-from sage_ref.sla2 import SLA2, into_blocks
+from sage_ref.sla2 import SLA2, Relaxation, into_blocks
 
 CERTAIN = 20.0  # sigmoid of it is 1 in float32
 
@@ -39,7 +39,7 @@ class RouterSettings(TrainingSettings):
 
     batch_size: videos per step. query_blocks: blocks of queries of each video that a step reads. router: "learned", or
     fixed: "identity", the heuristic that it starts as, or "random" projections. alpha: "learned", or "one": the sparse
-    branch alone. alpha_rate: how many times as fast alpha learns.
+    branch alone. alpha_rate: how many times as fast alpha learns. relaxation: what stands in for the hard mask.
     """
 
     batch_size: int = 2
@@ -50,6 +50,7 @@ class RouterSettings(TrainingSettings):
     router: str = "learned"
     alpha: str = "learned"
     alpha_rate: float = 25.0
+    relaxation: Relaxation = Relaxation()
     autocast: bool = False
 
     @property
@@ -75,7 +76,7 @@ def new_core(config: VideoDiTConfig, settings: RouterSettings, layer: int) -> SL
     """Make the SLA2 of a layer, with fixed projections or alpha if the settings say so."""
     core = SLA2(
         config.head_dim, config.heads, sparsity=config.sparsity, block_q=config.block_q, block_kv=config.block_kv,
-        quantize=False, backend=config.backend,
+        quantize=False, relaxation=settings.relaxation, backend=config.backend,
     ).stage(1)  # fmt: skip
     if settings.router == "random":
         generator = torch.Generator().manual_seed(seed_of((PURPOSES.index("route"), settings.seed, layer)))

@@ -83,18 +83,17 @@ def seed_of(seed: Sequence[int]) -> int:
     return int(np.random.SeedSequence(tuple(seed)).generate_state(1, np.uint64)[0] >> 1)
 
 
-def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return videos, float32 [B, 3, frames, size, size] in [-1, 1], and where objects are. digits: `digit_images()`.
+def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> Tensor:
+    """Return videos, float32 [B, 3, frames, size, size] in [-1, 1], on the device of the scenes.
 
-    The places are those of centres on the screen, in pixels, height first: [B, K, frames, 2]. Both are on the device of
-    the scenes. The arithmetic does not depend on how many videos are rendered together.
+    digits: `digit_images()`. The arithmetic does not depend on how many videos are rendered together.
     """
     device = scenes.start.device
     time = torch.arange(frames, device=device, dtype=torch.float32)
     y, x = torch.meshgrid(*2 * [torch.arange(size, device=device) + 0.5], indexing="ij")  # [size, size]
     camera = scenes.camera[:, None] * (time[:, None] - (frames - 1) / 2)  # [B, T, 2]
     video = background(scenes, y + camera[..., :1, None], x + camera[..., 1:, None])
-    centres = object_paths(scenes, time, size) - camera[:, None]  # [B, K, T, 2]
+    centres = object_paths(scenes, time, size) - camera[:, None]  # on the screen, [B, K, T, 2]
     for k in range(OBJECTS):
         centre = centres[:, k, :, :, None, None]  # [B, T, 2, 1, 1]
         radius = scenes.radius[:, k, None, None, None]
@@ -103,7 +102,7 @@ def render(scenes: Scenes, digits: Tensor, frames: int, size: int) -> tuple[Tens
         cover = coverage(scenes, digits, k, v, u) * scenes.is_there[:, k, None, None, None]
         texture = 0.5 + 0.5 * torch.sin(scenes.wave[:, k, None, None, None] * (u + v))
         video = torch.lerp(video, mix(scenes.colours[:, k], texture), cover[:, None])
-    return video, centres
+    return video
 
 
 def background(scenes: Scenes, y: Tensor, x: Tensor) -> Tensor:
@@ -143,7 +142,7 @@ def coverage(scenes: Scenes, digits: Tensor, k: int, v: Tensor, u: Tensor) -> Te
     return cover
 
 
-def moving_scenes(count: int, digits: Tensor, frames: int, size: int, *, seed: Sequence[int]) -> tuple[Tensor, Tensor]:
+def moving_scenes(count: int, digits: Tensor, frames: int, size: int, *, seed: Sequence[int]) -> Tensor:
     """Render `count` scenes that are drawn from `seed`, on the device of the digits."""
     scenes = draw_scenes(count, len(digits), size, seed=seed, device=digits.device)
     return render(scenes, digits, frames, size)

@@ -14,9 +14,10 @@ from sage_lab.experiments.video.verdicts import CONTRADICTED, SUPPORTED, bootstr
 from sage_lab.plan import Work
 from sage_lab.records import read_record
 from sage_lab.training.video_flow import flow_batch, started_model
+from sage_lab.training.video_router import new_core
 from video_cases import CONFIG, PLAN, QUICK, experiment, made_up_digits, opened_weights
 
-from sage_ref.sla2 import SLA2
+from sage_ref.sla2 import EQUATIONS_16_17, SLA2, Relaxation
 
 DIGITS = made_up_digits()
 
@@ -42,6 +43,8 @@ def test_each_arm_trains_as_its_name_says(tmp_path, arm):
         assert is_identity == (arm in ("router at its start", "no stage 1"))
         assert (core.alpha(1, 1) == 1).all() == (arm == "sparse only")
         assert ("stage1_error" in row) == (arm != "no stage 1")
+        stage1 = new_core(config, QUICK.stage1(VideoRun(arm, 0)), 0)
+        assert stage1.relaxation == (EQUATIONS_16_17 if arm == "SLA2, Eq. 16-17" else Relaxation())
     sparsity = {"90%": 0.9, "95%": 0.95, "85%": 0.85}
     assert config.sparsity == sparsity.get(arm[-3:], 0.75)  # 0.75 is this plan's 97%
     assert config.cube == ((1, 1, 1) if arm == "rows in order" else (2, 2, 2))

@@ -32,6 +32,7 @@ from sage_lab.training.video_scenes import digit_images
 
 # 16,384 tokens; a block of 64 is a cube of 4 x 4 x 4.
 MODEL = VideoDiTConfig(frames=16, size=128, patch=4, cube=(4, 4, 4), layers=6, width=384, heads=3)
+SHAPE = ("frames", "size", "patch", "cube", "layers", "width", "heads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,15 +58,7 @@ class VideoTrain(Arguments):
 
     @property
     def model(self) -> VideoDiTConfig:
-        return VideoDiTConfig(
-            frames=self.frames,
-            size=self.size,
-            patch=self.patch,
-            cube=self.cube,
-            layers=self.layers,
-            width=self.width,
-            heads=self.heads,
-        )
+        return VideoDiTConfig(**{name: getattr(self, name) for name in SHAPE})
 
     @property
     def settings(self) -> FlowSettings:
@@ -95,9 +88,14 @@ class VideoTrain(Arguments):
             facts |= {"minutes": minutes, "provenance": provenance(command)}
             for path in write_weights(self.weights, averaged, self.model, facts):
                 print(path)
-        row = {"steps": training.step, "diverged": training.diverged, "seconds": round(training.seconds, 2)}
-        row |= {"final_validation_loss": loss, "parameters": count}
-        row["curve"] = [[x["step"], x["train_loss"], x["validation_loss"]] for x in training.losses]
+        row = {
+            "steps": training.step,
+            "diverged": training.diverged,
+            "seconds": round(training.seconds, 2),
+            "final_validation_loss": loss,
+            "parameters": count,
+            "curve": [[x["step"], x["train_loss"], x["validation_loss"]] for x in training.losses],
+        }
         write_record(self.json, [row], command=command, arguments=training.arguments)
 
 
@@ -124,9 +122,9 @@ class VideoFinetune(Arguments):
         with opened(runs, self.folder, experiment.arguments, is_over=deadline(self.minutes)) as work:
 
             def write(_: Run | None = None) -> None:
-                of_plan = {"plan": asdict(plan), "arms": {name: arm._asdict() for name, arm in ARMS.items()}}
+                arms = {name: arm._asdict() for name, arm in ARMS.items()}
                 claims = verdict_rows(work.rows)
-                work.record(self.json, command, **of_plan, start=facts, claims=claims)
+                work.record(self.json, command, plan=asdict(plan), arms=arms, start=facts, claims=claims)
 
             left = work.finish(lambda run, _: experiment.measure(run, work), write)
             if work.rows:

@@ -30,7 +30,7 @@ class Questions(NamedTuple):
 def questions(plan: VideoPlan, config: VideoDiTConfig, digits: Tensor) -> Questions:
     """Make the questions, on the device of the digits."""
     judged = PURPOSES.index("judge")
-    scenes, _ = moving_scenes(plan.videos, digits, config.frames, config.size, seed=(judged, 0))
+    scenes = moving_scenes(plan.videos, digits, config.frames, config.size, seed=(judged, 0))
     generator = torch.Generator(digits.device).manual_seed(seed_of((judged, 1)))
     noise = torch.randn(scenes.shape, generator=generator, device=digits.device)
     return Questions(scenes, noise, flow_batch(plan.watched, digits, config, seed=(PURPOSES.index("watch"), 0)))

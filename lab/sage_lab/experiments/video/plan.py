@@ -14,11 +14,13 @@ from sage_lab.models.video_dit import VideoDiTConfig
 from sage_lab.plan import Plan, Run
 from sage_lab.training.video_flow import FlowSettings
 from sage_lab.training.video_router import RouterSettings
+from sage_ref.sla2 import Relaxation
 
 
 class Arm(NamedTuple):
     """An arm. changes: to the model's configuration. router, alpha: of `RouterSettings`. stage1: whether there is one.
 
+    relaxation: fields of `Relaxation` in which stage 1 differs from the library's default.
     tuned: whether there is a stage 2. judged_as: a different arm whose weights this one uses, changed, untrained.
     """
 
@@ -26,6 +28,7 @@ class Arm(NamedTuple):
     router: str = "learned"
     alpha: str = "learned"
     stage1: bool = True
+    relaxation: dict[str, Any] = {}
     tuned: bool = True
     judged_as: str | None = None
 
@@ -39,6 +42,7 @@ for _arm in ARMS.values():
 # In the order of what they decide. An arm that is judged as another comes with that one.
 DECISIVE = (
     FULL, "SLA2", "SLA2, 16 bit", "router at its start", "SLA at 90%", "sparse only", "no stage 1", "rows in order",
+    "SLA2, Eq. 16-17",
 )  # fmt: skip
 TRAINED = tuple(name for name, arm in ARMS.items() if arm.judged_as is None)
 
@@ -88,14 +92,16 @@ class VideoPlan:
         return replace(model, **blocks | ARMS[arm].changes)
 
     def stage1(self, run: VideoRun) -> RouterSettings:
+        arm = ARMS[run.arm]
         return RouterSettings(
             steps=self.stage1_steps,
             micro_batch_size=2,
             warmup_steps=self.stage1_steps // 10,
             report_every=max(1, self.stage1_steps // 2),
             query_blocks=self.query_blocks,
-            router=ARMS[run.arm].router,
-            alpha=ARMS[run.arm].alpha,
+            router=arm.router,
+            alpha=arm.alpha,
+            relaxation=Relaxation(**arm.relaxation),
             autocast=self.autocast,
             seed=run.seed,
         )
