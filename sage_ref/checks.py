@@ -59,7 +59,7 @@ class Fitting:
         self.known = {}
 
     def get(self, kind: tuple | None) -> object | None:
-        return None if kind is None else self.known.get(kind)
+        return self.known.get(kind)  # None is never added
 
     def add(self, kind: tuple | None, known: object) -> None:
         if kind is not None:
@@ -213,15 +213,11 @@ def check_share(name: str, value: float) -> None:
 
 def check_block_mask(block_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Check block_mask and expand it to `shape`, [B, H, Tm, Tn]."""
-    check_bool("block_mask", block_mask)
+    check_dense("block_mask", block_mask)
+    if block_mask.dtype != torch.bool:
+        raise TypeError(f"block_mask: expected dtype torch.bool, got {block_mask.dtype}")
     check_device("block_mask", block_mask, query)
     return _expanded("block_mask", block_mask, shape)
-
-
-def check_bool(name: str, x: Tensor) -> None:
-    check_dense(name, x)
-    if x.dtype != torch.bool:
-        raise TypeError(f"{name}: expected dtype torch.bool, got {x.dtype}")
 
 
 def check_device(name: str, x: Tensor, query: Tensor) -> None:
@@ -249,7 +245,7 @@ def _expanded(name: str, x: Tensor, shape: tuple[int, ...]) -> Tensor:
     try:
         return x.expand(shape)
     except RuntimeError:
-        raise ValueError(f"{name}: expected a shape that broadcasts to {tuple(shape)}, got {tuple(x.shape)}") from None
+        raise ValueError(f"{name}: expected a shape that broadcasts to {shape}, got {tuple(x.shape)}") from None
 
 
 def check_heads(
@@ -260,7 +256,7 @@ def check_heads(
     Keys and values may have fewer heads. `weight` is one of the module's, for its device.
     """
     check_each(query=query, key=key, value=value)
-    check_device_of_module(weight, query=query)
+    check_device_of_module("query", query, weight)
     query, key, value = cast_for_autocast(query, key, value)
     check_together(query, key, value, enable_gqa=True)
     if (query.shape[1], query.shape[3]) != (num_heads, head_dim):
@@ -274,10 +270,9 @@ def check_module(name: str, x: nn.Module) -> None:
         raise TypeError(f"{name}: expected a torch.nn.Module, got {type(x).__name__}")
 
 
-def check_device_of_module(weight: Tensor, **tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if x.device != weight.device:
-            raise ValueError(f"{name}: expected the device of the module, {weight.device}, got {x.device}")
+def check_device_of_module(name: str, x: Tensor, weight: Tensor) -> None:
+    if x.device != weight.device:
+        raise ValueError(f"{name}: expected the device of the module, {weight.device}, got {x.device}")
 
 
 def check_reverse_mode(**tensors: Tensor) -> None:

@@ -95,7 +95,7 @@ class QKNorm(nn.Module):
 def _normalise(name: str, x: Tensor, norm: nn.RMSNorm) -> Tensor:
     """Compute norm(x) in the wider of the dtypes of x and of the gain, and return it in that of x."""
     check_floating(name, x)
-    check_device_of_module(norm.weight, **{name: x})
+    check_device_of_module(name, x, norm.weight)
     if x.shape[-1:] != norm.normalized_shape:
         raise ValueError(f"{name}: expected head size {norm.normalized_shape[0]}, got shape {tuple(x.shape)}")
     wide = torch.promote_types(torch.promote_types(x.dtype, norm.weight.dtype), torch.float32)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from sage_ref.attention import softmax_scale
 from sage_ref.checks import (
     check_count,
     check_entries,
@@ -183,10 +182,7 @@ class SLA2(nn.Module):
 
     def soft_block_mask(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the weights of `relaxation`, [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
-        c = softmax_scale(self.settings.scale, self.head_dim)
-        scores = self.relaxation.scores_of(self.router(query, key), c)
-        weights, _ = self.relaxation.block_weights(scores, self._count(key))
-        return weights
+        return self.router.soft_choice(query, key, self._count(key), self.relaxation)[0]
 
     def _count(self, key: Tensor) -> int:
         """Return how many key blocks each query block selects."""
@@ -195,7 +191,8 @@ class SLA2(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = self._checked(query, key, value)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
-        return dispatch(query, key, value, *self._choice(query, key), alpha, self.backend)
+        chooser, settings = self._choice(query, key)
+        return dispatch(query, key, value, chooser, settings, alpha, self.backend)
 
     def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Check the inputs of a forward pass, and that DistributedDataParallel knows of all that trains."""
@@ -210,5 +207,5 @@ class SLA2(nn.Module):
         """Return what chooses the blocks, in stage 1 the weights of `relaxation`, and the settings of this stage."""
         if self.current_stage == 2:
             return self.routing(query, key), self.settings
-        with torch.autocast(query.device.type, enabled=False):
-            return self.soft_block_mask(*in_working_dtype(query, key)), replace(self.settings, quantize=False)
+        weights, _ = self.router.soft_choice(*in_working_dtype(query, key), self._count(key), self.relaxation)
+        return weights, replace(self.settings, quantize=False)

@@ -210,6 +210,13 @@ class Router(nn.Module):
         with torch.autocast(query.device.type, enabled=False):
             return called(self.proj_q, identity).mT, called(self.proj_k, identity).mT
 
+    def soft_choice(self, query: Tensor, key: Tensor, count: int, relaxation: Relaxation) -> tuple[Tensor, Tensor]:
+        """Return a relaxation's M for the two branches, and SoftTop-k; differentiable in both projections."""
+        c = softmax_scale(self.settings.scale, query.shape[-1])
+        with torch.autocast(query.device.type, enabled=False):
+            scores = relaxation.scores_of(self(query, key), c)
+            return relaxation.block_weights(scores, count)
+
 
 def router_logits(query: Tensor, key: Tensor, proj_q: Tensor, proj_k: Tensor, settings: BlockSettings) -> Tensor:
     """Compute c proj_q(Qbar) proj_k(Kbar)^T: query [..., Nq, D], key [..., Nk, D], proj [D, D] -> [..., Tm, Tn]."""

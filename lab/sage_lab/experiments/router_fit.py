@@ -158,9 +158,8 @@ def stage1_loss(
     # [b, H, rows * block_q, D]
     q, o = (into_blocks(x[sample], blocks.block_q)[:, :, rows].flatten(2, 3) for x in (fitted.query, fitted.output))
     k, v = fitted.key[sample], fitted.value[sample]
-    c = softmax_scale(blocks.scale, q.shape[-1])
-    scores = settings.relaxation.scores_of(model.router(q, k), c)
-    weights, soft = settings.relaxation.block_weights(scores, selected_count(model.sparsity, fitted.mass.shape[-1]))
+    count = selected_count(model.sparsity, fitted.mass.shape[-1])
+    weights, soft = model.router.soft_choice(q, k, count, settings.relaxation)
     alpha = model.alpha(len(sample), fitted.mass.shape[-2])[:, :, rows]
     output = READINGS[settings.reading](q, k, v, weights, alpha, blocks)
     return (output - o).square().sum() / o.square().sum(), soft
