@@ -30,7 +30,8 @@ def shown(value: object) -> str:
 def kind_of(tensors: Sequence[Tensor], options: tuple) -> tuple | None:
     """Return all that the checks of a call look at: a call of the same kind as an earlier one needs none.
 
-    None: more than that must be looked at, or autocast would cast a tensor.
+    The first three tensors are query, key and value; a float may stand for one of the others. None: more must be looked
+    at, or autocast would cast one of the three.
     """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return None
@@ -38,16 +39,19 @@ def kind_of(tensors: Sequence[Tensor], options: tuple) -> tuple | None:
     if not PLAIN_OPTIONS.issuperset(types):
         return None
     dtype, found = None, [*options, types]
-    for x in tensors:
+    for number, x in enumerate(tensors):
+        if type(x) is float:
+            found.append(x)
+            continue
         if type(x) not in PLAIN_TENSORS or x.is_nested or x.is_meta or x.is_inference():
             return None
         if dtype is None:
             device = x.device.type
             dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if x.dtype != dtype or x.layout is not torch.strided:
+        if (x.dtype != dtype and number < 3) or x.layout is not torch.strided:
             return None
-        found += x.shape, x.device
-    return dtype, *found
+        found += x.shape, x.device, x.dtype
+    return tuple(found)
 
 
 class Fitting:
@@ -255,10 +259,8 @@ def check_heads(
 
     Keys and values may have fewer heads. `weight` is one of the module's, for its device.
     """
-    check_each(query=query, key=key, value=value)
+    query, key, value = checked_attention(query, key, value, enable_gqa=True)
     check_device_of_module("query", query, weight)
-    query, key, value = cast_for_autocast(query, key, value)
-    check_together(query, key, value, enable_gqa=True)
     if (query.shape[1], query.shape[3]) != (num_heads, head_dim):
         shape = tuple(query.shape)
         raise ValueError(f"query: expected shape (B, {num_heads}, N, {head_dim}), as the module takes it, got {shape}")

@@ -1,7 +1,7 @@
-"""`sparse_linear_attention`, and the one place where SLA2's backend is chosen: `dispatch` and `selected_mass`.
+"""`sparse_linear_attention`, and where SLA2's backend is chosen: here, in `dispatch` and `selected_mass`.
 
-sparse_linear_attention (a block mask)  ->  dispatch  ->  reference_attention, or sage_kernels.sla2.ops.attention
-SLA2.forward (a router)                 ->  dispatch
+sparse_linear_attention (a block mask)  ->  reference_attention, or sage_kernels.sla2.ops.attention
+SLA2.forward (a router)                 ->  dispatch  ->  the same
 """
 
 import torch
@@ -10,13 +10,11 @@ from torch import Tensor
 from sage_ref.backend import chosen_kernels, sla2_kernels, why_not_triton
 from sage_ref.checks import (
     Fitting,
-    cast_for_autocast,
     check_alpha,
     check_block_mask,
-    check_each,
     check_options,
     check_reverse_mode,
-    check_together,
+    checked_attention,
     kind_of,
 )
 from sage_ref.shapes import in_working_dtype, repeat_heads, working_dtype
@@ -25,7 +23,7 @@ from sage_ref.sla2.branches import soft_sparse_linear_attention
 from sage_ref.sla2.router import Routing
 from sage_ref.sla2.whole import SparseLinearFunction
 
-FITTING = Fitting()  # by kind of call, its settings
+FITTING = Fitting()  # by kind of call: the kernels that compute it, its settings, its shape in blocks
 
 
 def sparse_linear_attention(
@@ -82,20 +80,26 @@ def sparse_linear_attention(
         TypeError, ValueError: An argument does not fit; the message names it, what was expected and what it got.
         RuntimeError: A second derivative is taken.
     """
-    kind = kind_of((query, key, value), (quantize, backward, scale, block_q, block_kv, backend))
-    settings = FITTING.get(kind)
-    if settings is None:
-        check_each(query=query, key=key, value=value)
-        query, key, value = cast_for_autocast(query, key, value)
-        check_together(query, key, value, enable_gqa=True)
+    tensors = query, key, value, block_mask, alpha
+    kind = kind_of(tensors, (quantize, backward, scale, block_q, block_kv, backend))
+    known = FITTING.get(kind)
+    if known is None:
+        query, key, value = checked_attention(query, key, value, enable_gqa=True)
         check_options(scale, backend, quantize=quantize)
         settings = BlockSettings(block_q, block_kv, scale=scale, quantize=quantize, backward=backward)
-        FITTING.add(kind, settings)
-    blocks = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
-    block_mask = check_block_mask(block_mask, query, blocks)
-    alpha = check_alpha(alpha, query, blocks[:3])
-    check_reverse_mode(query=query, key=key, value=value, alpha=alpha)
-    return dispatch(query, key, value, block_mask, settings, alpha, backend)
+        blocks = (*query.shape[:2], block_count(query.shape[2], block_q), block_count(key.shape[2], block_kv))
+        block_mask = check_block_mask(block_mask, query, blocks)
+        alpha = check_alpha(alpha, query, blocks[:3])
+        check_reverse_mode(alpha=alpha)
+        kernels = chosen_kernels(backend, sla2_kernels, query, settings)
+        if kernels is None:
+            return reference_attention(query, key, value, block_mask, alpha, settings)
+        FITTING.add(kind, (kernels, settings, blocks))
+    else:
+        kernels, settings, blocks = known
+        block_mask = block_mask.expand(blocks)
+        alpha = alpha.expand(blocks[:3]) if isinstance(alpha, Tensor) else check_alpha(alpha, query, blocks[:3])
+    return kernels.attention(query, key, value, block_mask, alpha, settings)
 
 
 def dispatch(
