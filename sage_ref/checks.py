@@ -38,19 +38,19 @@ def kind_of(tensors: Sequence[Tensor], options: tuple) -> tuple | None:
     types = tuple(map(type, options))  # True is equal to 1
     if not PLAIN_OPTIONS.issuperset(types):
         return None
-    dtype, found = None, [*options, types]
+    found = [*options, types]
     for number, x in enumerate(tensors):
-        if type(x) is float:
+        if type(x) in PLAIN_TENSORS and not (x.is_nested or x.is_meta or x.is_inference()):
+            found += x.shape, x.device, x.dtype, x.layout
+        elif type(x) is float and number > 2:
             found.append(x)
-            continue
-        if type(x) not in PLAIN_TENSORS or x.is_nested or x.is_meta or x.is_inference():
+        else:
             return None
-        if dtype is None:
-            device = x.device.type
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        if (x.dtype != dtype and number < 3) or x.layout is not torch.strided:
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        if any(x.dtype != dtype for x in tensors[:3]):
             return None
-        found += x.shape, x.device, x.dtype
     return tuple(found)
 
 
