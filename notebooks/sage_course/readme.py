@@ -104,6 +104,7 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "table1": tables.table1,
         "table2": tables.table2,
         "pretraining": tables.pretraining,
+        "pretraining_scales": tables.pretraining_scales,
         "pretraining_gpt": tables.pretraining_gpt,
         "pretraining_speed": tables.pretraining_speed,
         "parallel": tables.parallel,

@@ -16,7 +16,7 @@ from sage_course.figures.noise import (
 )  # fmt: skip
 from sage_course.figures.precision import precision_map
 from sage_course.figures.pretraining import (
-    MAIN_KINDS, broken_gradient_figure, gap_figure, pretrain_curves_figure,
+    MAIN_KINDS, broken_gradient_figure, gap_figure, gaps_figure, pretrain_curves_figure,
 )  # fmt: skip
 from sage_course.figures.sla2_flow import sla2_flow
 from sage_course.figures.sla2_kernels import (

@@ -1,5 +1,6 @@
 """Figures of pre-training runs, by tokens per batch and attention."""
 
+import math
 from statistics import mean
 
 import matplotlib.pyplot as plt
@@ -8,7 +9,10 @@ from sage_lab.records import Record
 
 from sage_course.figures.style import BLACK, BLUE, ORANGE, RED, panels
 from sage_course.results.pretraining import (
+    LARGEST_GAP,
     PAPER_LOSSES,
+    compared,
+    judged,
     mean_interval,
     of_layers,
     pretrain_runs,
@@ -86,6 +90,33 @@ def gap_figure(record: Record, *, title: str) -> Figure:
     ax.set_xticks([*sizes, *PAPER_LOSSES], [f"{size:,}" for size in (*sizes, *PAPER_LOSSES)], rotation=15)
     ax.minorticks_off()
     ax.legend(fontsize=9, loc="lower left")
+    figure.supxlabel(record.caption, fontsize=9)
+    return figure
+
+
+def gaps_figure(record: Record, *, title: str) -> Figure:
+    """Draw the lines of `gaps_table`: a dot per seed, and the mean with its 95% interval; on the right the verdict.
+
+    A run that diverged has no dot.
+    """
+    lines = compared(record)
+    figure, (ax,) = panels(1, width=7.4, height=1.2 + 0.24 * len(lines), title=title)
+    for y, line in enumerate(lines):
+        percent = [100 * gap for gap in line.gaps if math.isfinite(gap)]
+        ax.plot(percent, [y] * len(percent), "o", color=BLUE, mfc="none")
+        if len(percent) > 1:
+            found = mean_interval(percent)
+            ax.errorbar(found.mean, y, xerr=found.half, fmt="|", color=BLUE, capsize=4)
+    names = ["{}, QK-norm {}, rate {}".format(*line.cells) for line in lines]
+    ax.set_yticks(range(len(lines)), names, fontsize=8)
+    verdicts = ax.secondary_yaxis("right")
+    verdicts.set_yticks(range(len(lines)), [judged(line.gaps) for line in lines], fontsize=8)
+    ax.axvline(0, color=BLACK, linewidth=0.8)
+    ax.axvline(100 * LARGEST_GAP, color=RED, linewidth=0.8)
+    ax.set_xlabel(
+        "difference of losses, %: seeds, and mean with 95% interval (orange: the paper's largest gap)", fontsize=9
+    )
+    ax.invert_yaxis()
     figure.supxlabel(record.caption, fontsize=9)
     return figure
 

@@ -7,11 +7,11 @@ from sage_lab.experiments.table1 import PAPER_TABLE1, closest_setting, deviation
 from sage_lab.experiments.video.verdicts import LOSS, verdict_rows
 from sage_lab.records import Row, markdown_table, read_record
 
-from sage_course.results import claims, full_batch, video
+from sage_course.results import claims, video
 from sage_course.results.claims import CONTRADICTED, LARGEST_GAP, PARTLY, SUPPORTED, UNDECIDED
 from sage_course.results.paired import PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED
-from sage_course.results.pretraining import GPT
-from sage_course.results.tables import FULL_BATCH, LAYERS, PRETRAIN, TABLE1
+from sage_course.results.pretraining import GPT, SAME_BATCH
+from sage_course.results.tables import LAYERS, PRETRAIN, TABLE1
 
 MAIN_N = 4096
 SPARSE_LEVELS, VIDEO_LENGTHS = "bench_sla2_h200", (32_760, 75_600)  # of the SLA2 paper's two models
@@ -56,12 +56,11 @@ def training() -> list[tuple]:
     """Return the lines about pre-training with SageBwd."""
     judged = claims.claims(read_record(PRETRAIN), read_record(LAYERS))
     small, fragile, large, divergence, smoothing = claims.with_gradients(judged, read_record(GPT))
+    without_noise = claims.without_noise(read_record(SAME_BATCH))
     found = {
         "SageBwd trains as well as exact attention with few tokens per batch": small,
         f"SageBwd ends {LARGEST_GAP:.1%} behind with many tokens per batch": large,
-        "SageBwd falls behind once no noise hides the bias of its gradient": full_batch.claim_of(
-            full_batch.conditions(read_record(FULL_BATCH))
-        ),
+        "SageBwd falls behind once no noise hides the bias of its gradient": without_noise,
         "SageBwd diverges without QK-norm": divergence,
         "SageBwd needs K-smoothing": smoothing,
         "SageBwd's errors grow in dS": fragile,

@@ -3,9 +3,10 @@
 The records are those of `pretrain`, of `noise`, and of the archived `pretrain-grid` (runs, traces of their layers).
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import mean, stdev
+from statistics import geometric_mean, mean, stdev
 from typing import NamedTuple
 
 from sage_lab.records import Record, Row, markdown_table
@@ -168,9 +169,9 @@ def speed_table(record: Record) -> str:
     return markdown_table(header, lines)
 
 
-# The rules for the runs of `pretrain`, written before the first of each kind: GPTs, one batch again and again, and
-# ordinary training of a small model with each kind of scales.
-GPT, SAME_BATCH, SCALES = "pretrain_gpt_h200", "same_batch_h200", "pretrain_scales_h200"
+# The rules for the runs of `pretrain`, written before the first of each kind: GPTs, and small models that read
+# one batch again and again.
+GPT, SAME_BATCH = "pretrain_gpt_h200", "same_batch_h200"
 LOST, HELD, JUDGED_PROBES, LAST_STEPS = 1.0, 0.5, 3, 10
 LARGEST_GAP = max(losses["sagebwd"] / losses["exact"] - 1 for losses in PAPER_LOSSES.values())
 PROBED = ("exact", "sagebwd", "unsmoothed", "printed")  # of the arms, those that the GPTs' record has
@@ -289,14 +290,31 @@ def gpt_table(record: Record) -> str:
     return f"{markdown_table(header, lines)}\n\n{described}\n\n{gaps_table(record)}"
 
 
+class Compared(NamedTuple):
+    """An arm against another under one training, a gap per seed."""
+
+    arm: str
+    baseline: str
+    training: Row
+    gaps: list[float]
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Who is compared, with QK-norm or without, and the learning rate."""
+        qk_norm, rate = self.training.values()
+        return f"{self.arm} against {self.baseline}", "yes" if qk_norm else "no", f"{rate:g}"
+
+
+def compared(record: Record) -> list[Compared]:
+    """Return all pairs of arms of COMPARED by training, if a record has them."""
+    pairs = itertools.product(COMPARED, trainings(record))
+    found = [(*arms, training, paired_gaps(record, *arms, **training)) for arms, training in pairs]
+    return [Compared(*line) for line in found if line[-1]]
+
+
 def gaps_table(record: Record) -> str:
     """Return a table of the arms' losses by training: each minus exact attention's, and with one another."""
-    lines = []
-    for arm, baseline in COMPARED:
-        for training in trainings(record):
-            if gaps := paired_gaps(record, arm, baseline, **training):
-                cells = ("yes" if training["qk_norm"] else "no", training["learning_rate"], words_of(gaps))
-                lines.append((f"{arm} against {baseline}", *cells, judged(gaps)))
+    lines = [(*line.cells, words_of(line.gaps), judged(line.gaps)) for line in compared(record)]
     return markdown_table(("loss", "QK-norm", "learning rate", "difference", "verdict"), lines)
 
 
@@ -305,3 +323,13 @@ def words_of(gaps: Sequence[float]) -> str:
     if lost := sum(map(math.isinf, gaps)):
         return f"{lost} of {len(gaps)} diverged"
     return mean_interval(gaps).words if len(gaps) > 1 else f"{gaps[0]:+.1%} (1 seed)"
+
+
+def relative_errors(rows: Sequence[Row], tensor: str, **chosen: str) -> dict[str, float]:
+    """Return each remedy's error divided by that without one: the geometric mean over the cases `chosen`."""
+    rows = [row for row in rows if all(row[name] == value for name, value in chosen.items())]
+    without = {(row["case"], row["layer"]): row[tensor] for row in rows if row["remedy"] == "none"}
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        ratios.setdefault(row["remedy"], []).append(row[tensor] / without[row["case"], row["layer"]])
+    return {remedy: geometric_mean(found) for remedy, found in ratios.items()}

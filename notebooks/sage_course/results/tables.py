@@ -6,13 +6,21 @@ from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, 
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
 from sage_lab.records import markdown_table, read_record
 
-from sage_course.results import full_batch
-from sage_course.results.claims import claims, hypothesis, with_gradients
-from sage_course.results.pretraining import GPT, PAPER_LOSSES, gpt_table, loss_summary, pretrain_runs, speed_table
+from sage_course.results.claims import claims, hypothesis, with_gradients, without_noise
+from sage_course.results.pretraining import (
+    GPT,
+    PAPER_LOSSES,
+    SAME_BATCH,
+    gaps_table,
+    gpt_table,
+    loss_summary,
+    pretrain_runs,
+    speed_table,
+)
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
 PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
-FULL_BATCH, CONTEXT_PARALLEL = "full_batch_h200", "context_parallel_h100"
+CONTEXT_PARALLEL = "context_parallel_h100"
 ULYSSES = {
     "exact": "exact (PyTorch's pick)",
     "sagebwd": "SageBwd",
@@ -67,9 +75,8 @@ def pretraining() -> str:
         cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
         lines.append((f"the paper's {name}, QK-norm", *cells))
     losses = markdown_table(("final validation loss", *(f"{size:,} tokens per batch" for size in sizes)), lines)
-    without_noise = full_batch.claim_of(full_batch.conditions(read_record(FULL_BATCH)))
     judged = with_gradients(claims(runs, read_record(LAYERS)), read_record(GPT))
-    found = [claim[:3] for claim in (*judged, without_noise)]
+    found = [claim[:3] for claim in (*judged, without_noise(read_record(SAME_BATCH)))]
     verdicts = markdown_table(("the paper says", "our runs", "verdict"), found)
     bias = hypothesis(runs, read_record(NOISE))
     model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])
@@ -80,6 +87,15 @@ def pretraining() -> str:
 def pretraining_gpt() -> str:
     """Return the table of the GPTs, and what happens to their gradients."""
     return gpt_table(read_record(GPT))
+
+
+def pretraining_scales() -> str:
+    """Return the losses with each kind of scales, trained on one batch again and again."""
+    record = read_record(SAME_BATCH)
+    row = record.rows[0]
+    model = "{layers} layers of width {width}, context {context}".format(**row["arguments"])
+    described = f"{model}, the same {row['tokens_per_step']:,} bytes in each of {row['steps']} steps; {record.caption}"
+    return f"{gaps_table(record)}\n\nThe mean loss of the last ten steps; {described}."
 
 
 def pretraining_speed() -> str:
