@@ -127,7 +127,7 @@ def test_a_record_can_be_made_again_or_says_why_not(name, facts, tmp_path, monke
             (tmp_path / argument).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / argument).touch()
     assert program == "sage_lab"
-    assert read_options([argument.replace("cuda", "cpu") for argument in arguments]).run
+    assert read_options([{"gpu": "cpu"}.get(x, x.replace("cuda", "cpu")) for x in arguments]).run
     if all_commits_are_here():
         assert all(map(is_on_this_branch, records.listed(facts["commit"])))
 
