@@ -7,12 +7,12 @@ from typing import Any
 from matplotlib.figure import Figure
 from sage_lab.records import Record
 
-from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, RED, panels
-from sage_course.results.paired import peer_ratios, turns
+from sage_course.figures.style import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, panels
+from sage_course.results.paired import PEER_NAMES, peer_ratios, turns
 
 SLA2_LEVEL_NAMES = ("0\nas printed", "1\nlists, one\nproduct", "2\nlinear branch\nin the kernel", "3\nINT8")
 DENSE_PEERS = (("sdpa_flash", "FlashAttention-2", RED), ("sdpa_cudnn", "cuDNN", GREEN))
-PAIRED_PEERS = (*DENSE_PEERS, ("flex", "FlexAttention", ORANGE), ("fa4", "FlashAttention-4", BLUE))
+PAIRED_COLORS = {"sdpa_flash": RED, "sdpa_cudnn": GREEN, "flex": ORANGE, "fa4": BLUE, "sla_triton": PURPLE, "vsa": SKY}
 
 
 def sla2_time(bench: Record, n: int, sparsity: float, level: int | None, **changed: Any) -> float | None:
@@ -78,10 +78,10 @@ def sla2_paired_figure(paired: Record, *, title: str) -> Figure:
             for where, rows in turns(paired.select(scope="autograd", direction=direction))
         }
         lengths = sorted({n for _, n in ratios})
-        for peer, label, color in PAIRED_PEERS:
+        for peer, color in PAIRED_COLORS.items():
             for mask, style in (("random", "o-"), ("skewed", "s:")):
-                times = [ratios[mask, n][peer] for n in lengths]
-                ax.plot(lengths, times, style, color=color, markersize=5, label=f"{label}, {mask} mask")
+                times = [ratios[mask, n].get(peer) for n in lengths]
+                ax.plot(lengths, times, style, color=color, markersize=5, label=f"{PEER_NAMES[peer]}, {mask} mask")
         ax.axhline(1, color=BLACK, linewidth=1.2)
         ax.set_xscale("log", base=2)
         ax.set(xlabel="N tokens", yscale="log")

@@ -100,10 +100,12 @@ def paired_sparse() -> str:
     for where, of in turns(record.rows):
         ratios = peer_ratios(of)
         if ratios:
-            ours = min(row["ms_median"] for row in of if row["provider"] == OURS)
-            cells = (f"{ratios[peer]:.2f}" if peer in ratios else "" for peer in peers)
-            lines.append((f"{where['n_q']:,}", where["mask"], DIRECTIONS[where["direction"]], f"{ours:.2f}", *cells))
-    table = markdown_table(("N", "mask", "", "ours, ms", *(PEER_NAMES[peer] for peer in peers)), lines)
+            ms, host = min((row["ms_median"], row["host_us"] / 1e3) for row in of if row["provider"] == OURS)
+            cells = (f"{ratios[peer]:.2f}" if peer in ratios else "not timed" for peer in peers)
+            shape = f"{where['n_q']:,}", where["mask"], DIRECTIONS[where["direction"]]
+            lines.append((*shape, f"{ms:.2f}", f"{host:.2f}", *cells))
+    header = "N", "mask", "", "ours, ms", "our host time, ms", *(PEER_NAMES[peer] for peer in peers)
+    table = markdown_table(header, lines)
     row = record.rows[0]
     size = f"{row['heads']} heads, D={row['head_dim']}"
     return f"{table}\n\n{COMPARED}; {size}, bfloat16; {record.caption}.{_absent(record)}"
@@ -115,9 +117,10 @@ def _shape(where: dict) -> str:
 
 
 def _absent(record: Record) -> str:
-    """Return a sentence on the peers that were missing in some turn; empty if none was."""
-    names = dict.fromkeys(PEER_NAMES[row["provider"]] for row in record.provenance.get("missing", ()))
-    return f" The record says why {', '.join(names)} missed some turns." if names else ""
+    """Return a sentence on the peers that were missing in some turn, with their reasons; empty if none was."""
+    missing = record.provenance.get("missing", ())
+    names = dict.fromkeys(f"{PEER_NAMES[x['provider']]} ({x['missing'].partition(': ')[2]})" for x in missing)
+    return f" Not timed in some turns: {', '.join(names)}." if names else ""
 
 
 def backward_ratios() -> str:
