@@ -276,5 +276,5 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
 
 
 def summary(run: PretrainRun, row: Row) -> tuple[str, Any, Any]:
-    error = row["probes"][-1]["errors"]["sagebwd"] if row["probes"] else ""
+    error = row["probes"][-1]["errors"].get("sagebwd", "") if row["probes"] else ""  # an older record may lack it
     return run.name, row["diverged"] or round(row["final_val_loss"], 4), error

@@ -154,13 +154,18 @@ def with_gradients(found: Sequence[Claim], gpt: Record) -> list[Claim]:
     """Add to three claims what the GPTs say: how far off gradients are at the end of training, and their losses."""
     runs = gpt.select(arm="sagebwd")
     errors = {norm: [row["probes"][-1]["errors"] for row in runs if row["qk_norm"] == norm] for norm in (False, True)}
-    (with_norm,), without = errors[True], errors[False]
-    off = {arm: f"{min(x[arm] for x in without):.0%} to {max(x[arm] for x in without):.0%}" for arm in with_norm}
+    with_norm, without = (
+        {
+            arm: f"{min(x[arm] for x in runs):{form}} to {max(x[arm] for x in runs):{form}}"
+            for arm in ("sagebwd", "exact")
+        }
+        for runs, form in ((errors[True], ".1%"), (errors[False], ".0%"))
+    )
     exact = "exact attention's in 16 bit"
     smoothed = mean_interval(paired_gaps(gpt, "unsmoothed", "sagebwd", qk_norm=False))
     said = {
-        "trains as well": f"a GPT's gradient is {with_norm['sagebwd']:.1%} off, {exact} {with_norm['exact']:.1%}",
-        "diverges": f"none of {len(without)} GPTs; their gradients are {off['sagebwd']} off, {exact} {off['exact']}",
+        "trains as well": f"GPTs with QK-norm: gradients {with_norm['sagebwd']} off, {exact} {with_norm['exact']}",
+        "diverges": f"no GPT of {len(errors[False])}; gradients {without['sagebwd']} off, {exact} {without['exact']}",
         "K-smoothing": f"GPTs without QK-norm: loss without it {smoothed.words}",
     }
     claims = []
