@@ -3,7 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 
-from sage_lab.bench.ratios import OURS, PEER_NAMES, UNBIASED, peer_ratios, turns
+from sage_lab.bench.ratios import OURS, PEER_NAMES, UNBIASED, pays_from, peer_ratios, turns
 from sage_lab.records import Record, Row, markdown_table, read_record
 
 from sage_course.results.pretraining import relative_rate
@@ -72,7 +72,14 @@ def paired_speed() -> str:
     host_times = ("our host time, us", "cuDNN's", "FlashAttention-4's")
     table = markdown_table(("", *(PEER_NAMES[peer] for peer in peers), *host_times), lines)
     described = f"{COMPARED}; both passes, in brackets the forward pass, bfloat16; {record.caption}.{_absent(record)}"
-    return f"{table}\n\n{described}\n\n{_errors(record.select(**where_all))}"
+    lengths = ", ".join(f"{length:,} ({shape})" for shape, length in pays_from(rows).items())
+    pays = (
+        "**When does it pay?** From so many tokens on both passes take at most 5% more time than PyTorch's fastest "
+        f"kernel: {lengths}. From there on `sage_ref.sdpa()` computes calls in INT8. Shorter ones stay exact, unless "
+        "`minimum_tokens` says otherwise."
+    )
+    pays = textwrap.fill(pays, 128, break_on_hyphens=False)
+    return f"{table}\n\n{described}\n\n{pays}\n\n{_errors(record.select(**where_all))}"
 
 
 def peers_in(record: Record) -> list[str]:
