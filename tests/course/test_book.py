@@ -88,12 +88,16 @@ def ways():
         yield part.partition(":")[0], part.partition("```")[0], [day.splitlines() for day in days]
 
 
-def test_ways_fit_into_their_time_and_five_days_hold_every_notebook(course_pages):
+def test_ways_fit_into_their_time_are_those_of_notebook_00_and_five_days_hold_every_notebook(course_pages):
     days = {title: found for title, _, found in ways()}
     most = {"Half a day": 300, "One day": 480, "Three days": 480, "Five days": 480}
     assert set(days) == set(most)
     for title, found in days.items():
         assert max(sum(minutes for _, minutes in course_pages.steps(day)) for day in found) <= most[title]
+    start = (REPOSITORY / "notebooks" / "00_start_here.ipynb").read_text()
+    for title, _, found in list(ways())[:-1]:  # notebook 00 lists the shorter ways, too
+        _, *others = (line.split()[1] for day in found for line in day if line.startswith("notebook"))
+        assert re.search(rf"\({title}[^)]*\): {', '.join(others)}\\n", start, re.IGNORECASE), title
     needed = [f"notebook {number}" for _, number, title, _ in notebooks() if "optional" not in title.lower()]
     lines = [line for day in days["Five days"] for line in day]
     assert [line for line in lines if line.startswith("notebook")] == needed
