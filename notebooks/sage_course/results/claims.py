@@ -135,12 +135,13 @@ def without_noise(record: Record) -> Claim:
     found = [agreed(record, arm, qk_norm=qk_norm) for arm, qk_norm in itertools.product(arms, (False, True))]
     single = [judged(paired_gaps(record, arm, **training)) for arm in arms for training in trainings(record)]
     seen = len(single) - single.count("behind") - single.count("undecided")
-    number = f"behind in {single.count('behind')} of {len(single)} trainings; "
+    seeds, rates = (len({row[name] for row in record.rows}) for name in ("seed", "learning_rate"))
+    agreeing = len(found) - found.count("undecided")
+    number = f"behind in {single.count('behind')} of {len(single)} comparisons of {seeds} seeds each; "
     number += f"a gap of {LARGEST_GAP:.1%} is ruled out in {seen}"
-    agreeing, seeds = len(found) - found.count("undecided"), len({row["seed"] for row in record.rows})
     ours = (
-        f"each batch is the same one: {number} (what shares a scale, QK-norm or not, learning rate; "
-        f"{seeds} seeds each); both rates agree in {agreeing} of {len(found)} settings"
+        f"each batch is the same one: {number} (one scale per row or tile, with or without QK-norm, at {rates} "
+        f"learning rates); the rates agree in {agreeing} of {len(found)} settings"
     )
     return Claim(
         "(iii) Where no noise hides the gradient's bias, it falls behind.",
