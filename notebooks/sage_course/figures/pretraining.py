@@ -133,8 +133,9 @@ def broken_gradient_figure(record: Record, *, title: str) -> Figure:
         scores.plot(millions, [max(probe["largest_score"]) for probe in row["probes"]], "o-", **style)
     scores.set(yscale="log", xlabel="tokens, millions", ylabel="largest score of all layers")
     for arm, color, name in (("sagebwd", ORANGE, "SageBwd"), ("exact", BLACK, "exact, in 16 bit")):
-        points = [point for of_norm in of_layers(record, arm).values() for point in of_norm]
-        errors.plot(*zip(*points, strict=True), "o", ms=4, color=color, mfc="none", label=name)
+        for norm, points in of_layers(record, arm).items():
+            marker, label = "x" if norm == "QK-norm" else "o", f"{name}, {norm}"
+            errors.plot(*zip(*points, strict=True), marker, ms=4, color=color, mfc="none", label=label)
     errors.axhline(1, color="0.6", linewidth=0.8)
     errors.set(xscale="log", yscale="log", xlabel="largest score of the layer", ylabel="relative error of its dQ")
     for ax in (scores, errors):
