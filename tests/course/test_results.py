@@ -15,6 +15,7 @@ from sage_course.results.pretraining import (
     paired_differences,
     paired_gaps,
     pretrain_runs,
+    signed,
 )
 from sage_lab.records import Record, read_record
 
@@ -146,6 +147,10 @@ def test_a_gap_or_scatter_at_the_small_step_is_noticed():
 def test_where_errors_grow(changes, verdict):
     rows = [row | {"rel_l2": changes.get(row["tensor"], row["rel_l2"])} for row in LAYERS.rows]
     assert verdicts(layers=Record(LAYERS.provenance, rows))[1] == verdict
+
+
+def test_what_is_rounded_to_zero_has_no_sign():
+    assert [signed(x, ".1%") for x in (-0.0004, 0.0004, -0.1, 0.001)] == ["0.0%", "0.0%", "-10.0%", "+0.1%"]
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -118,7 +118,7 @@ def smoothing(runs: Record, sizes: Sequence[int]) -> Claim:
         f"loss minus that with K smoothed, one seed each: {', '.join(listed)}; exact attention's seeds differ by up to "
     )
     ours += f"{scatter:.3f}"
-    number = f"loss without it {spans[0]}; seeds differ by {scatter:.3f}"
+    number = f"loss without it {spans[0]} nats per byte, one seed each; seeds differ by {scatter:.3f}"
     return Claim("(iv) K-smoothing is needed, Q-smoothing adds nothing.", ours, UNDECIDED, number)
 
 
@@ -162,11 +162,12 @@ def with_gradients(found: Sequence[Claim], gpt: Record) -> list[Claim]:
         }
         for runs, form in ((errors[True], ".1%"), (errors[False], ".0%"))
     )
-    exact = "exact attention's in 16 bit"
+    exact, gpts = "exact attention's in 16 bit", "GPTs that SageBwd trained"
     smoothed = mean_interval(paired_gaps(gpt, "unsmoothed", "sagebwd", qk_norm=False))
     said = {
-        "trains as well": f"GPTs with QK-norm: gradients {with_norm['sagebwd']} off, {exact} {with_norm['exact']}",
-        "diverges": f"no GPT of {len(errors[False])}; gradients {without['sagebwd']} off, {exact} {without['exact']}",
+        "trains as well": f"{gpts} with QK-norm: gradients {with_norm['sagebwd']} off, {exact} {with_norm['exact']}",
+        "diverges": f"none of {len(errors[False])} {gpts} did: gradients {without['sagebwd']} off, "
+        f"{exact} {without['exact']}",
         "K-smoothing": f"GPTs without QK-norm: loss without it {smoothed.words}",
     }
     claims = []

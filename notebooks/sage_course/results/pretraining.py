@@ -42,8 +42,14 @@ class Interval(NamedTuple):
     @property
     def words(self) -> str:
         """Relative differences in words: "+0.2% (95% interval -0.4% to +0.8%, 3 seeds)"."""
-        low, high = self.mean - self.half, self.mean + self.half
-        return f"{self.mean:+.1%} (95% interval {low:+.1%} to {high:+.1%}, {self.count} seeds)"
+        mean, low, high = (signed(x, ".1%") for x in (self.mean, self.mean - self.half, self.mean + self.half))
+        return f"{mean} (95% interval {low} to {high}, {self.count} seeds)"
+
+
+def signed(x: float, form: str) -> str:
+    """Return a number with its sign, which one that is rounded to zero has not."""
+    text = f"{x:+{form}}"
+    return text if text.strip("+-0.%") else text[1:]
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
@@ -174,7 +180,7 @@ def speed_table(record: Record) -> str:
 GPT, SAME_BATCH = "pretrain_gpt_h200", "same_batch_h200"
 LOST, HELD, JUDGED_PROBES, LAST_STEPS = 1.0, 0.5, 3, 10
 LARGEST_GAP = max(losses["sagebwd"] / losses["exact"] - 1 for losses in PAPER_LOSSES.values())
-PROBED = ("exact", "sagebwd", "unsmoothed", "printed")  # of the arms, those that the GPTs' record has
+PROBED = ("exact", "sagebwd", "unsmoothed", "printed", "unbiased")  # the arms in the GPTs' record
 COMPARED = (*((arm, "exact") for arm in ("sagebwd", "printed", "unbiased", "unsmoothed")), ("unsmoothed", "sagebwd"))
 COMPARED += (("printed", "sagebwd"),)  # in tiles of one size: one scale per tile against one per row
 
@@ -278,13 +284,14 @@ def gpt_table(record: Record) -> str:
         score = f"{max(last['largest_score']):,.0f}"
         lines.append((name, f"{row['final_val_loss']:.4f}", score, *errors, *in_a_layer))
     header = ("trained with", "held-out loss", "largest score", "exact in 16 bit", "SageBwd", "no K-smoothing")
-    header += ("one scale per tile", "exact, one layer", "SageBwd, one layer", "kernels against PyTorch")
+    header += ("one scale per tile", "unbiased", "exact, one layer", "SageBwd, one layer", "kernels against PyTorch")
     row = record.rows[0]
     described = (
         f"{row['parameters'] / 1e6:.0f} million parameters, {row['tokens'] / 1e6:.0f} million tokens of Linux's "
         f"sources, {row['tokens_per_step']:,} a batch, learning rate {row['learning_rate']:g}. From the fourth column "
         "on: |g - exact| / |exact| at the end, of the whole model's gradient on four held-out sequences, then of dQ in "
-        "the worst layer by itself. What is empty had been measured without K-smoothing by mistake, and was removed. "
+        "the worst layer by itself. What is empty had been measured without K-smoothing by mistake, and was removed; "
+        '"unbiased" was not measured in the older runs. '
         f"{record.caption[0].upper()}{record.caption[1:]}."
     )
     return f"{markdown_table(header, lines)}\n\n{described}\n\n{gaps_table(record)}"
@@ -322,7 +329,7 @@ def words_of(gaps: Sequence[float]) -> str:
     """Describe at least one gap."""
     if lost := sum(map(math.isinf, gaps)):
         return f"{lost} of {len(gaps)} diverged"
-    return mean_interval(gaps).words if len(gaps) > 1 else f"{gaps[0]:+.1%} (1 seed)"
+    return mean_interval(gaps).words if len(gaps) > 1 else f"{signed(gaps[0], '.1%')} (1 seed)"
 
 
 def relative_errors(rows: Sequence[Row], tensor: str, **chosen: str) -> dict[str, float]:

@@ -22,6 +22,8 @@ from sage_lab.experiments.video.verdicts import (
 from sage_lab.records import RECORDED, Record, Row, markdown_table, read_record
 from torch import Tensor
 
+from sage_course.results.pretraining import signed
+
 ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"  # in the folder of records
 # VisionReward at 97% sparsity, if the arm doesn't say otherwise. The paper's full model was not fine-tuned.
 PAPER_SCORES = {
@@ -75,7 +77,7 @@ def claims_by_every_measure(record: Record) -> str:
     lines = []
     for claim in dict.fromkeys(claim for claim, _ in found):
         by_loss = found[claim, LOSS]
-        saved = "{:+.2f} ({:+.2f} to {:+.2f})".format(*(1000 * by_loss[name] for name in ("mean", "low", "high")))
+        saved = "{} ({} to {})".format(*(signed(1000 * by_loss[name], ".2f") for name in ("mean", "low", "high")))
         verdicts = (found[claim, measure]["verdict"] if (claim, measure) in found else "" for measure in measures)
         paper = "{:.4f} against {:.4f}".format(*by_loss["paper"]) if by_loss["paper"] else ""
         lines.append((claim, saved, by_loss["seeds"], *verdicts, paper))
