@@ -63,7 +63,7 @@ class Fitting:
         self.known = {}
 
     def get(self, kind: tuple | None) -> object | None:
-        return self.known.get(kind)  # None is never added
+        return None if kind is None else self.known.get(kind)  # torch.compile must not look at `known`
 
     def add(self, kind: tuple | None, known: object) -> None:
         if kind is not None:
@@ -259,8 +259,10 @@ def check_heads(
 
     Keys and values may have fewer heads. `weight` is one of the module's, for its device.
     """
-    query, key, value = checked_attention(query, key, value, enable_gqa=True)
+    check_each(query=query, key=key, value=value)
     check_device_of_module("query", query, weight)
+    query, key, value = cast_for_autocast(query, key, value)
+    check_together(query, key, value, enable_gqa=True)
     if (query.shape[1], query.shape[3]) != (num_heads, head_dim):
         shape = tuple(query.shape)
         raise ValueError(f"query: expected shape (B, {num_heads}, N, {head_dim}), as the module takes it, got {shape}")

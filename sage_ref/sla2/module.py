@@ -197,7 +197,7 @@ class SLA2(nn.Module):
     def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Check the inputs of a forward pass, and that DistributedDataParallel knows of all that trains."""
         query, key, value = check_heads(query, key, value, self.num_heads, self.head_dim, self.alpha_logit)
-        check_reverse_mode(alpha_logit=self.alpha_logit)
+        check_reverse_mode(query=query, key=key, value=value, alpha_logit=self.alpha_logit)
         if not self._averaging_checked and torch.is_grad_enabled():
             check_averaged()
             self._averaging_checked = not torch.compiler.is_compiling()

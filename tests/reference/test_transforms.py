@@ -119,6 +119,15 @@ def test_forward_mode_is_refused(call):
         call(forward_ad.make_dual(q, q), k, v)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_sla_has_forward_mode_since_pytorch_differentiates_it():
+    tensors = drawn()
+    output, *gradients = with_gradients(sla, tensors)
+    _, tangent = jvp(sla, tuple(tensors), tuple(tensors))
+    expected = sum((gradient * x).sum() for gradient, x in zip(gradients, tensors, strict=True))
+    assert_close(2 * (output * tangent).sum(), expected)
+
+
 @BY_HAND
 def test_a_second_derivative_is_refused_also_by_torch_func(call):
     q, k, v = drawn()
