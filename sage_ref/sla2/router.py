@@ -15,7 +15,7 @@ Eq. 16-17 is nearly hard, and its loss is nearly the error that the hard mask wi
 is c scores up to a shift of each row that lambda absorbs. The default takes it, with tau = 1, and keeps the hard mask
 in the forward pass, so that the loss is the hard mask's error at any temperature. On two captured layers of a video
 model, with three seeds each, it ended 4% lower than Eq. 16-17 on a video that nothing was fitted to (train_router_cpu).
-In a small video model, its loss was 3.7% lower after both stages, in three seeds from one start (video_equations_h200).
+In a small video model, its loss was lower after both stages, in three seeds from one start (video_equations_h200).
 
 With the identity for both projections this is SLA's heuristic router.
 """

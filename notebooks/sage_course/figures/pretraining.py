@@ -108,9 +108,9 @@ def gaps_figure(record: Record, *, title: str) -> Figure:
             found = mean_interval(percent)
             ax.errorbar(found.mean, y, xerr=found.half, fmt="|", color=BLUE, capsize=4)
     names = ["{}, QK-norm {}, rate {}".format(*line.cells) for line in lines]
-    ax.set_yticks(range(len(lines)), names, fontsize=8)
+    ax.set_yticks(range(len(lines)), names, fontsize=9)
     verdicts = ax.secondary_yaxis("right")
-    verdicts.set_yticks(range(len(lines)), [judged(line.gaps) for line in lines], fontsize=8)
+    verdicts.set_yticks(range(len(lines)), [judged(line.gaps) for line in lines], fontsize=9)
     ax.axvline(0, color=BLACK, linewidth=0.8)
     ax.axvline(100 * LARGEST_GAP, color=RED, linewidth=0.8)
     ax.set_xlabel(

@@ -64,8 +64,11 @@ class Experiment:
             if stage1.settings.learns:
                 train(stage1, work.checkpoint(run).with_suffix(".stage1.pt"), is_over=work.is_over)
             weights = weights | stage1.core_weights()
-            row = {"stage1_error": stage1.losses[-1]["validation_loss"], "stage1_seconds": round(stage1.seconds, 2),
-                   "diverged": stage1.diverged}  # fmt: skip
+            row = {
+                "stage1_error": stage1.losses[-1]["validation_loss"],
+                "stage1_seconds": round(stage1.seconds, 2),
+                "diverged": stage1.diverged,
+            }
         if not arm.tuned or row.get("diverged"):
             return Tuned(config, weights, {"steps": 0, "diverged": None} | row)
         stage2 = FlowTraining(config, plan.stage2(run), self.digits, self.device, start=weights)
