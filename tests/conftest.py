@@ -8,13 +8,12 @@ import fcntl
 import os
 import shutil
 import tempfile
-import tomllib
 from pathlib import Path
 
 import hypothesis
 import pytest
 import torch
-from rooms import tokens_in
+from rooms import BUDGETS, tokens_in
 from sage_kernels.common.device import triton_device
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -67,10 +66,9 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter):
     """Print the tokens of Python in each room beside its budget."""
-    budgets = tomllib.loads((config.rootpath / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["token-budgets"]
-    shown = ", ".join(f"{room} {tokens_in(room):,} of {most:,}" for room, most in budgets.items())
+    shown = ", ".join(f"{room} {tokens_in(room):,} of {most:,}" for room, most in BUDGETS.items())
     terminalreporter.write_line(f"tokens of Python: {shown}")
 
 

@@ -2,6 +2,7 @@
 
 import io
 import tokenize
+import tomllib
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -13,6 +14,7 @@ ROOMS = {
     "exercises": "exercises",
     "tests": "tests",
 }
+BUDGETS = tomllib.loads((REPOSITORY / "tests/token_budgets.toml").read_text(encoding="utf-8"))
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.DEDENT,

@@ -1,13 +1,11 @@
 """The house: packages and rooms import in one direction, rooms keep their budgets."""
 
 import ast
-import tomllib
 from pathlib import Path
 
 import pytest
-from rooms import REPOSITORY, ROOMS, files, tokens_in
+from rooms import BUDGETS, REPOSITORY, ROOMS, files, tokens_in
 
-BUDGETS = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["token-budgets"]
 # From the ground up: a package imports packages that come before it. Notebooks may use all of them.
 PACKAGES = ("sage_ref", "kernels/sage_kernels", "lab/sage_lab", "notebooks/sage_course", "exercises")
 # Rooms of a package by floor, from the ground up. A room imports from floors below, on the ground floor from all rooms.
