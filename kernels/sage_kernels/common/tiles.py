@@ -118,6 +118,18 @@ def load_with_scale(x, token, n, scale, TILE: tl.constexpr):
 
 
 @triton.jit
+def positively_scaled(q_i, scale, BLOCK_Q: tl.constexpr, NEGATED: tl.constexpr):
+    """Return (Q_i, s_q [Bq] > 0) with the product of both: the largest score has the largest S, and -inf stays -inf.
+
+    NEGATED: whether scale < 0. If the program asked for it, it would need 70 registers more.
+    """
+    s_q = tl.maximum(tl.zeros([BLOCK_Q], tl.float32) + tl.abs(scale), TINY)
+    if NEGATED:
+        q_i = -q_i
+    return q_i, s_q
+
+
+@triton.jit
 def integer_dot(a, b):
     """Return A^ B^ of two int8 tiles, as float32."""
     return tl.dot(a, b, out_dtype=tl.int32).to(tl.float32)

@@ -17,7 +17,7 @@ from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, strided
 from sage_kernels.common.quantize import SCALE_BLOCK, Quantized, padded_head_dim, padded_length
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, head_of, key_tile_range, load_with_scale
+from sage_kernels.common.tiles import NO_KEY, Operand, Tile, head_of, key_tile_range, load_with_scale, positively_scaled
 
 
 class ForwardInputs(NamedTuple):
@@ -39,7 +39,7 @@ def forward_program(
     q_strided, q_scale_ptr, k_strided, k_scale_ptr, v_strided, v_scale_ptr, v_mean_ptr, o_strided, log_sum_exp_ptr,
     lengths_ptr, heads, group_size, n_q, n_k, n_q_padded, n_k_padded, log2_scale,
     KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, IS_CAUSAL: tl.constexpr, NEGATED: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_Q queries of one head. A scale that is None belongs to a 16-bit tensor.
 
@@ -62,6 +62,8 @@ def forward_program(
     query, d = i * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, DP)
     # [Bq, D], [Bq]
     q_i, s_q = load_with_scale(q, query, n_q, log2_scale, TILE)
+    if q_scale_ptr is None:
+        q_i, s_q = positively_scaled(q_i, log2_scale, BLOCK_Q, NEGATED)
     m = tl.full([BLOCK_Q], NO_KEY, tl.float32)
     l = tl.zeros([BLOCK_Q], tl.float32)
     o_i = tl.zeros([BLOCK_Q, DP], tl.float32)
@@ -105,6 +107,7 @@ def run_forward_program(
     constants = {
         "KEY_TILE": key_tile, "D": head_dim, "DP": padded_head_dim(head_dim), "BLOCK_Q": launch.block_q,
         "BLOCK_KV": launch.block_kv, "SCALE_BLOCK": SCALE_BLOCK, "IS_CAUSAL": is_causal,
+        "NEGATED": q_hat is None and log2_scale < 0,
     }  # fmt: skip
     start(forward_program, (n_q_padded // launch.block_q, batch * heads), arguments, constants, launch.options)
     return output, log_sum_exp

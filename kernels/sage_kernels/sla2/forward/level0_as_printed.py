@@ -14,7 +14,16 @@ from torch import Tensor
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start
 from sage_kernels.common.memory import empty_in_layout_of, last_axis_contiguous, strided
-from sage_kernels.common.tiles import NO_KEY, Operand, Tile, head_of, load_tokens, softmax_features, store_tokens
+from sage_kernels.common.tiles import (
+    NO_KEY,
+    Operand,
+    Tile,
+    head_of,
+    load_tokens,
+    positively_scaled,
+    softmax_features,
+    store_tokens,
+)
 from sage_kernels.sagebwd.forward.level0_flash_attention import key_tile
 from sage_kernels.sla2.forward.program import inverse_or_zero, tile_constants
 from sage_ref.sla2.blocks import block_count
@@ -24,7 +33,8 @@ from sage_ref.sla2.blocks import block_count
 def sla2_as_printed_program(
     q_strided, k_strided, v_strided, mask_ptr, alpha_ptr, key_sums_ptr, o_strided, heads, group_size, n_q, n_k,
     sums_rows, log2_scale,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
+    NEGATED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
+    MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_Q queries of one block of one head."""
     TILE: tl.constexpr = Tile(D, DP, BLOCK_Q, MASK_BLOCK_KV, MASK_BLOCK_KV, False)
@@ -34,8 +44,8 @@ def sla2_as_printed_program(
     query = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     block = head * tl.cdiv(n_q, MASK_BLOCK_Q) + tile * BLOCK_Q // MASK_BLOCK_Q
     # [Bq, D]
-    q_i = load_tokens(Operand(head_of(q_strided, batch, h), q_strided.stride_n), query, n_q, D, DP, True)
-    s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
+    q = Operand(head_of(q_strided, batch, h), q_strided.stride_n)
+    q_i, s_q = positively_scaled(load_tokens(q, query, n_q, D, DP, True), log2_scale, BLOCK_Q, NEGATED)
     k = Operand(head_of(k_strided, batch, h // group_size), k_strided.stride_n)
     v = Operand(head_of(v_strided, batch, h // group_size), v_strided.stride_n)
     key_sums_ptr += (head // group_size) * sums_rows * DP * (DP + 1)
@@ -52,7 +62,7 @@ def sla2_as_printed_program(
             h_i += tl.load(row_ptr + d[:, None] * DP + d[None, :]).to(tl.float32)
             z_i += tl.load(row_ptr + DP * DP + d).to(tl.float32)
     dtype = key_sums_ptr.dtype.element_ty
-    q_phi_i = softmax_features(q_i.to(tl.float32), D, DP).to(dtype)
+    q_phi_i = softmax_features(load_tokens(q, query, n_q, D, DP, True).to(tl.float32), D, DP).to(dtype)
     inverse = inverse_or_zero(tl.sum(q_phi_i.to(tl.float32) * z_i[None, :], 1))
     o_l = tl.dot(q_phi_i, h_i.to(dtype)) * inverse[:, None]
     alpha_i = tl.load(alpha_ptr + block)
@@ -82,5 +92,11 @@ def run_as_printed(
         scale * math.log2(math.e),
     )  # fmt: skip
     grid = (block_count(n_q, launch.block_q), batch * heads)
-    start(sla2_as_printed_program, grid, arguments, tile_constants(head_dim, launch), launch.options)
+    start(
+        sla2_as_printed_program,
+        grid,
+        arguments,
+        tile_constants(head_dim, launch) | {"NEGATED": scale < 0},
+        launch.options,
+    )
     return output

@@ -22,6 +22,7 @@ from sage_kernels.common.tiles import (
     head_of,
     load_padded,
     load_tokens,
+    positively_scaled,
     softmax_features,
     store_tokens,
 )
@@ -75,8 +76,8 @@ def sla2_forward_program(
     q_strided, q_hat_ptr, q_scale_ptr, k_strided, k_scale_ptr, v_strided, v_scale_ptr, alpha_ptr, entries_ptr,
     counts_ptr, sums_ptr, weights_ptr, o_strided, o_s_ptr, log_sum_exp_ptr, heads, group_size, n_q, n_k, n_q_padded,
     n_k_padded, width, log2_scale,
-    KEY_TILE: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr, MASK_BLOCK_Q: tl.constexpr,
-    MASK_BLOCK_KV: tl.constexpr,
+    KEY_TILE: tl.constexpr, NEGATED: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK_Q: tl.constexpr,
+    MASK_BLOCK_Q: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_Q queries of one block.
 
@@ -98,8 +99,7 @@ def sla2_forward_program(
     v = Operand(head_of(v_strided, batch, h_kv), v_strided.stride_n, s_v_ptr)
     # [Bq, D]
     if q_hat_ptr is None:
-        q_tile = load_tokens(q, query, n_q, D, DP, True)
-        s_q = tl.zeros([BLOCK_Q], tl.float32) + log2_scale
+        q_tile, s_q = positively_scaled(load_tokens(q, query, n_q, D, DP, True), log2_scale, BLOCK_Q, NEGATED)
     else:
         q_tile = load_padded(Operand(q_hat_ptr, DP), head * n_q_padded + query, DP)
         first_query = head * n_q_padded + tile * BLOCK_Q
@@ -178,7 +178,8 @@ def run_sparse_forward(
         log_sum_exp, heads, heads // inputs.key.shape[1],
         n_q, n_k, padded_length(n_q), padded_length(n_k), inputs.lists.entries.shape[-1], scale * math.log2(math.e),
     )  # fmt: skip
-    constants = tile_constants(head_dim, launch) | {"KEY_TILE": key_tile}
+    chosen = {"KEY_TILE": key_tile, "NEGATED": q_hat is None and scale < 0}
+    constants = tile_constants(head_dim, launch) | chosen
     grid = (padded_length(n_q) // launch.block_q, batch * heads)
     start(sla2_forward_program, grid, arguments, constants, launch.options)
     return Forward(output, o_s, log_sum_exp)
