@@ -107,7 +107,6 @@ SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
         "pretraining_scales": tables.pretraining_scales,
         "pretraining_gpt": tables.pretraining_gpt,
         "pretraining_speed": tables.pretraining_speed,
-        "parallel": tables.parallel,
         "video": video.results,
         "video_speed": video.speed,
         "paired": paired.paired_speed,

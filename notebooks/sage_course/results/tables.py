@@ -1,4 +1,4 @@
-"""The tables of RESULTS.md about the papers' own tables and about training, from the records."""
+"""Tables about the papers' own tables, about training, and about one sequence on many GPUs, from the records."""
 
 import itertools
 
