@@ -9,7 +9,6 @@ from torch import Tensor
 from sage_ref.checks import check_entries, check_heads
 from sage_ref.parallel.ulysses import checked_group, gather_heads, gathered, whole_sequences
 from sage_ref.sla2 import SLA2, block_count
-from sage_ref.sla2.api import dispatch
 
 
 class ParallelSLA2(SLA2):
@@ -52,7 +51,7 @@ class ParallelSLA2(SLA2):
         query, key, value = whole_sequences(group, query, key, value)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
         alpha = alpha.chunk(group.size(), 1)[group.rank()]
-        return gather_heads(dispatch(query, key, value, *self._choice(query, key), alpha, self.backend), group)
+        return gather_heads(self._attention(query, key, value, alpha), group)
 
     def selected_mass(self, query: Tensor, key: Tensor) -> Tensor:
         """Return SLA2's, from all processes' tokens: query [B, H, Nq/P, D], key [B, Hkv, Nk/P, D]."""

@@ -6,7 +6,7 @@ algorithm   Algorithms 2 and 3, block by block, to be read next to the paper
 whole       the same on whole matrices, and as one differentiable operation
 router      the learnable router, SoftTop-k
 sla, module the modules SLA and SLA2
-api         `sparse_linear_attention`, and where the backend is chosen
+api         `sparse_linear_attention`, and the reference backend
 """
 
 from sage_ref.sla2.algorithm import Sla2Backward, Sla2Forward, tiled_backward, tiled_forward

@@ -1,7 +1,6 @@
-"""`sparse_linear_attention`, and where SLA2's backend is chosen: here, in `dispatch` and `selected_mass`.
+"""`sparse_linear_attention`, and what it shares with the module SLA2, which has a router instead of a block mask.
 
-sparse_linear_attention (a block mask)  ->  reference_attention, or sage_kernels.sla2.ops.attention
-SLA2.forward (a router)                 ->  dispatch  ->  the same
+Both run `reference_attention` or `sage_kernels.sla2.ops.attention`, as `sage_ref.backend` chooses.
 """
 
 import torch
@@ -102,26 +101,6 @@ def sparse_linear_attention(
     return kernels.attention(query, key, value, block_mask, alpha, settings)
 
 
-def dispatch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    chooser: Tensor | Routing,
-    settings: BlockSettings,
-    alpha: Tensor,
-    backend: str,
-) -> Tensor:
-    """Compute O of checked arguments on the backend that `backend` stands for; both backends have this signature.
-
-    query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; alpha [B, H, Tm]. chooser: bool [B, H, Tm, Tn]; or what chooses
-    the blocks; or weights in [0, 1], floating, without quantisation: `soft_sparse_linear_attention`. Only public
-    functions call it: the warning of "auto" points at their caller.
-    """
-    kernels = chosen_kernels(backend, sla2_kernels, query, settings, depth=2)
-    attention = reference_attention if kernels is None else kernels.attention
-    return attention(query, key, value, chooser, alpha, settings)
-
-
 def selected_mass(query: Tensor, key: Tensor, routing: Routing, settings: BlockSettings, backend: str) -> Tensor:
     """Return the softmax mass of the blocks that a router selects, mean over a block's queries, [B, H, Tm].
 
@@ -137,7 +116,12 @@ def selected_mass(query: Tensor, key: Tensor, routing: Routing, settings: BlockS
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Routing, alpha: Tensor, settings: BlockSettings
 ) -> Tensor:
-    """Compute `dispatch` in plain PyTorch: choose the blocks, then run Algorithms 2 and 3 on whole matrices."""
+    """Compute O of checked arguments in plain PyTorch: choose the blocks, run Algorithms 2 and 3 on whole matrices.
+
+    query [B, H, Nq, D], key, value [B, Hkv, Nk, D]; alpha [B, H, Tm]. chooser: bool [B, H, Tm, Tn]; or what chooses
+    the blocks; or weights in [0, 1], floating, without quantisation: `soft_sparse_linear_attention`. The kernels'
+    `attention` has the same signature.
+    """
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     if not isinstance(chooser, Routing) and chooser.is_floating_point():
         with torch.autocast(query.device.type, enabled=False):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from sage_ref.backend import chosen_kernels, sla2_kernels
 from sage_ref.checks import (
     check_count,
     check_entries,
@@ -21,7 +22,7 @@ from sage_ref.checks import (
     shown,
 )
 from sage_ref.shapes import in_working_dtype
-from sage_ref.sla2.api import dispatch, selected_mass
+from sage_ref.sla2.api import reference_attention, selected_mass
 from sage_ref.sla2.blocks import BlockSettings, block_count, selected_count
 from sage_ref.sla2.router import Relaxation, Router, Routing
 
@@ -191,8 +192,7 @@ class SLA2(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = self._checked(query, key, value)
         alpha = self.alpha(query.shape[0], block_count(query.shape[2], self.settings.block_q))
-        chooser, settings = self._choice(query, key)
-        return dispatch(query, key, value, chooser, settings, alpha, self.backend)
+        return self._attention(query, key, value, alpha)
 
     def _checked(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Check the inputs of a forward pass, and that DistributedDataParallel knows of all that trains."""
@@ -202,6 +202,13 @@ class SLA2(nn.Module):
             check_averaged()
             self._averaging_checked = not torch.compiler.is_compiling()
         return query, key, value
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, alpha: Tensor) -> Tensor:
+        """Compute O of checked arguments, for as many heads as query has, on the kernels or on the reference."""
+        chooser, settings = self._choice(query, key)
+        kernels = chosen_kernels(self.backend, sla2_kernels, query, settings, depth=2)  # called from forward
+        attention = reference_attention if kernels is None else kernels.attention
+        return attention(query, key, value, chooser, alpha, settings)
 
     def _choice(self, query: Tensor, key: Tensor) -> tuple[Tensor | Routing, BlockSettings]:
         """Return what chooses the blocks, in stage 1 the weights of `relaxation`, and the settings of this stage."""

@@ -29,13 +29,14 @@ from sage_course.teaching import bytes_kept_for_backward
 from sage_kernels.common.launcher import start_with_triton
 from sage_kernels.common.quantize import SCALE_BLOCK
 from sage_kernels.sagebwd import ops as sagebwd_ops
+from sage_kernels.sla2 import ops as sla2_ops
 from sage_kernels.sla2.routing import MASK_BLOCK_Q
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_ref import SLA2, Prologue, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
 from sage_ref.sla2 import EQUATIONS_16_17, block_count
-from sage_ref.sla2.api import dispatch
+from sage_ref.sla2.api import reference_attention
 
 pytestmark = MARKS
 HEAD_DIM = 64 if ON_GPU else 32
@@ -235,15 +236,15 @@ def test_stage_1_computes_weighted_blocks_and_what_their_router_learns_from(case
     weights[..., 0] = 1.0
     weights[:, :, 1:, -1] = 0.0
     weights[:, :, :1, 1:2] = 1e-40
-    inputs, results = (query, key, value, alpha, weights), []
-    for backend, tensors in (("triton", inputs), ("reference", [x.double() for x in inputs])):
+    inputs, results = (query, key, value, weights, alpha), []
+    for attention, tensors in ((sla2_ops.attention, inputs), (reference_attention, [x.double() for x in inputs])):
         leaves = with_requested_gradients(tensors)
         with Calls() as calls:
-            output = dispatch(*leaves[:3], leaves[4], case.settings(), leaves[3], backend)
+            output = attention(*leaves, case.settings())
             results.append((output, *torch.autograd.grad(output, leaves, grad_output.to(output.dtype))))
         for kernel, arguments, _ in calls.ours:
             opcheck(kernel, arguments)
-    for name, x, y in zip(("O", "dQ", "dK", "dV", "dalpha", "dW"), *results, strict=True):
+    for name, x, y in zip(("O", "dQ", "dK", "dV", "dW", "dalpha"), *results, strict=True):
         floor = 1e-3 * grad_output.norm()
         if name == "dW":  # a block of weight 0 was not computed, and one near it counts as such
             assert not x[weights < 1e-38].any()

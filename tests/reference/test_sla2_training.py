@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from sage_ref.parallel import ParallelSLA2
 from sage_ref.sla2 import SLA, SLA2, BlockSettings, block_mass, blocks, sparse_linear_attention
-from sage_ref.sla2.api import dispatch
+from sage_ref.sla2.api import reference_attention
 from sage_ref.sla2.blocks import BACKWARDS
 from sage_ref.tracing import relative_l2
 
@@ -63,7 +63,7 @@ def test_parts_give_the_numbers_of_the_whole(monkeypatch, parts, kind):
 
     def run(*x):
         chooser = x[4] if kind == "weights" else weights > 0.5
-        return dispatch(*x[:3], chooser, settings, x[3], "reference") + 0 * x[4].sum()
+        return reference_attention(*x[:3], chooser, x[3], settings) + 0 * x[4].sum()
 
     tensors = q, k, v, alpha, weights
     expected = run(*tensors), *gradients_of(run, tensors, do), block_mass(q, k, settings)

@@ -220,7 +220,7 @@ class Sla2Operation(torch.autograd.Function):
 def attention(
     query: Tensor, key: Tensor, value: Tensor, chooser: Tensor | Routing, alpha: Tensor, settings: BlockSettings
 ) -> Tensor:
-    """Compute O of valid arguments, in the signature of the reference; `sage_ref.sla2.api` is the way in.
+    """Compute O of valid arguments, in the signature of the reference; `sage_ref.sla2` is the way in.
 
     chooser: a block mask, bool [B, H, Tm, Tn], or what chooses the blocks, which gets no gradient; or the blocks'
     weights in [0, 1], floating, which get one, but for those below 2^-126.
