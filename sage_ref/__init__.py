@@ -7,3 +7,4 @@ from sage_ref.sla2 import SLA, SLA2, sparse_linear_attention
 from sage_ref.smoothing import QKNorm
 
 __all__ = ["SLA", "SLA2", "Prologue", "QKNorm", "sagebwd_attention", "sdpa", "sparse_linear_attention"]
+__version__ = "0.1.0"

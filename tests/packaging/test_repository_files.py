@@ -9,6 +9,8 @@ from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_lab.bench.compile import SHARED_MEMORY
 from sage_lab.records import REPOSITORY, read_record
 
+import sage_ref
+
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 EDITABLE = "--editable . --editable lab --editable notebooks"
 
@@ -19,6 +21,10 @@ def read(path):
 
 def commands(job):
     return [step["run"] for step in job["steps"] if "run" in step]
+
+
+def test_the_version_is_the_same_in_every_file_that_has_it():
+    assert sage_ref.__version__ == read("CITATION.cff")["version"] == PROJECT["version"]
 
 
 def test_workflows_run_what_every_machine_runs_on_the_oldest_and_the_newest_python():
