@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 sys.path.insert(0, "tests/kernels")
 import bank_programs
-from sage_kernels.sagebwd.forward import level0_flash_attention
+from sage_kernels.sagebwd.forward import program
 from sage_lab.__main__ import main
 from sage_lab.bench import compile as compiling
 from sage_lab.bench.bank_conflicts import conflicts
@@ -72,7 +72,7 @@ record.write_text(json.dumps({"sm_80 gone": [1, "0"]}))
 command("--update")  # a kernel that is not recorded
 command()  # one that is
 command("--all")
-with mock.patch.object(level0_flash_attention, "NO_KEY", tl.constexpr(-2.0e30)):
+with mock.patch.object(program, "NO_KEY", tl.constexpr(-2.0e30)):
     command()
 with mock.patch.object(compiling, "SHARED_MEMORY", compiling.SHARED_MEMORY | {80: 1 << 10}):
     command("--update")  # one at fault
