@@ -62,12 +62,14 @@ grade: .venv/installed
 	$(BIN)/python -m exercises stubs
 	$(BIN)/python -m exercises grade --all
 
-# Run every notebook from top to bottom and keep its outputs.
+# Run every notebook from top to bottom and keep its outputs. Parts of one stream are joined afterwards, by a second run:
+# nbconvert joins before it executes.
 notebooks: .venv/installed
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --coalesce-streams --ExecutePreprocessor.timeout=300 \
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.timeout=300 \
 		--ExecutePreprocessor.record_timing=False --ClearMetadataPreprocessor.enabled=True \
 		--ClearMetadataPreprocessor.clear_cell_metadata=False \
 		--ClearMetadataPreprocessor.preserve_nb_metadata_mask='[("kernelspec",), ("language_info", "name")]' $(NOTEBOOKS)
+	$(BIN)/jupyter nbconvert --to notebook --inplace --coalesce-streams $(NOTEBOOKS)
 
 .venv/installed: pyproject.toml lab/pyproject.toml notebooks/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
