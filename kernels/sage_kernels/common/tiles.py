@@ -86,6 +86,16 @@ def load_tokens(x, token, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.co
 
 
 @triton.jit
+def load_tile(x, first, n, TOKENS: tl.constexpr, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Load TOKENS rows of a 16-bit operand from token `first` on, as load_tokens does.
+
+    A loop computes the addresses inside its tiles once, and in each turn only where the tile begins.
+    """
+    rows = Operand(x.pointer + tl.cast(first, tl.int64) * x.stride, x.stride)
+    return load_tokens(rows, tl.arange(0, TOKENS), n - first, TILE.D, TILE.DP, IS_MASKED)
+
+
+@triton.jit
 def store_tokens(tile, x, token, n, D: tl.constexpr, DP: tl.constexpr):
     """Store a tile [tokens, DP] into an operand [N, D], in its type; nothing past N or D."""
     d = tl.arange(0, DP)

@@ -13,7 +13,7 @@ from sage_kernels.common.tiles import (
     group_columns,
     is_visible,
     load_padded,
-    load_tokens,
+    load_tile,
     load_transposed,
     low_byte,
     offset_dot,
@@ -37,7 +37,7 @@ def key_tile(dq_i, queries, j, keys, n_k, TILE: tl.constexpr, IS_MASKED: tl.cons
     correction = tl.math.exp2(tl.fma(-s_qk, ROUNDER, taken_out) - log_sum_exp_i)
     if IS_MASKED:
         p_ij = tl.where(is_visible(query[:, None], key[None, :], n_k, TILE.IS_CAUSAL), p_ij, 0.0)
-    v_j = load_tokens(keys.v, key, n_k, TILE.D, TILE.DP, IS_MASKED)
+    v_j = load_tile(keys.v, j * TILE.BLOCK_KV, n_k, TILE.BLOCK_KV, TILE, IS_MASKED)
     dp_ij = tl.dot(do_i, tl.trans(v_j))
     ds_ij = p_ij * (dp_ij - delta_i[:, None])
     s_ds, inverse = row_scale(ds_ij, PER_BLOCK)
@@ -73,7 +73,7 @@ def query_tile(
         pdo_ij = offset_dot(pt_hat_ij, tl.trans(dot_hat_i), TILE.BLOCK_KV, TILE.DP)
         dv_j = (dv_j - (s_dv * ROUNDER)[:, None]) + pdo_ij * s_dv[:, None]
     if WITH_DK:
-        do_i = load_tokens(queries.do, query, n_q, TILE.D, TILE.DP, True)
+        do_i = load_tile(queries.do, i * TILE.BLOCK_Q, n_q, TILE.BLOCK_Q, TILE, True)
         dpt_ij = tl.dot(v_j, tl.trans(do_i))
         dst_ij = pt_ij * (dpt_ij - tl.load(queries.delta + query)[None, :])
         s_ds, inverse = row_scale(dst_ij, PER_BLOCK)

@@ -8,13 +8,13 @@ meets c log2(e) only where the maximum is subtracted: one multiply-add does both
 import triton
 import triton.language as tl
 
-from sage_kernels.common.tiles import is_visible, load_tokens
+from sage_kernels.common.tiles import is_visible, load_tile
 
 
 @triton.jit
 def key_tile(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
     key = j * TILE.BLOCK_KV + tl.arange(0, TILE.BLOCK_KV)
-    k_j = load_tokens(k, key, n_k, TILE.D, TILE.DP, IS_MASKED)
+    k_j = load_tile(k, j * TILE.BLOCK_KV, n_k, TILE.BLOCK_KV, TILE, IS_MASKED)
     # [Bq, Bkv]
     s_ij = tl.dot(q_i, tl.trans(k_j))
     if IS_MASKED:
@@ -23,6 +23,6 @@ def key_tile(m, l, o_i, q_i, s_q, query, j, k, v, n_k, TILE: tl.constexpr, IS_MA
     p_ij = tl.math.exp2(tl.fma(s_ij, s_q[:, None], -m_new[:, None]))
     rescale = tl.math.exp2(m - m_new)
     l = l * rescale + tl.sum(p_ij, 1)
-    v_j = load_tokens(v, key, n_k, TILE.D, TILE.DP, IS_MASKED)
+    v_j = load_tile(v, j * TILE.BLOCK_KV, n_k, TILE.BLOCK_KV, TILE, IS_MASKED)
     o_i = tl.dot(p_ij.to(v_j.dtype), v_j, o_i * rescale[:, None])
     return m_new, l, o_i

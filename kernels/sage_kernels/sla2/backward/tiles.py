@@ -10,7 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from sage_kernels.common.tiles import Operand, integer_dot, load_padded, load_tokens
+from sage_kernels.common.tiles import Operand, integer_dot, load_padded, load_tile
 
 
 class QueryTile(NamedTuple):
@@ -55,7 +55,7 @@ class KeyHead(NamedTuple):
 def key_tile(dq_i, queries, j, keys, log2_weight, n_k, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
     """Return dQ_i after key tile j, and the sum of dS_ij. queries: QueryTile; keys: KeyHead; log2_weight: of W_ij."""
     key = j * TILE.BLOCK_KV + tl.arange(0, TILE.BLOCK_KV)
-    k_j = load_tokens(keys.k, key, n_k, TILE.D, TILE.DP, IS_MASKED)
+    k_j = load_tile(keys.k, j * TILE.BLOCK_KV, n_k, TILE.BLOCK_KV, TILE, IS_MASKED)
     # [Bq, Bkv]
     if keys.k_hat is None:
         s_ij = tl.dot(queries.q_i, tl.trans(k_j)) * queries.s_q
@@ -65,7 +65,7 @@ def key_tile(dq_i, queries, j, keys, log2_weight, n_k, TILE: tl.constexpr, IS_MA
     p_ij = tl.math.exp2(s_ij - (queries.log_sum_exp_i - log2_weight)[:, None])
     if IS_MASKED:
         p_ij = tl.where(key[None, :] < n_k, p_ij, 0.0)
-    v_j = load_tokens(keys.v, key, n_k, TILE.D, TILE.DP, IS_MASKED)
+    v_j = load_tile(keys.v, j * TILE.BLOCK_KV, n_k, TILE.BLOCK_KV, TILE, IS_MASKED)
     dp_ij = tl.dot(queries.do_i, tl.trans(v_j))
     ds_ij = p_ij * (dp_ij - queries.delta_i[:, None])
     return tl.dot(ds_ij.to(k_j.dtype), k_j, dq_i), tl.sum(tl.sum(ds_ij, 1), 0)
@@ -75,7 +75,7 @@ def key_tile(dq_i, queries, j, keys, log2_weight, n_k, TILE: tl.constexpr, IS_MA
 def query_tile(dk_j, dv_j, keys, i, queries, log2_weight, n_q, log2_scale, TILE: tl.constexpr):
     """Return dK_j and dV_j after query tile i. keys: KeyTile; queries: QueryHead."""
     query = i * TILE.BLOCK_Q + tl.arange(0, TILE.BLOCK_Q)
-    q_i = load_tokens(queries.q, query, n_q, TILE.D, TILE.DP, True)
+    q_i = load_tile(queries.q, i * TILE.BLOCK_Q, n_q, TILE.BLOCK_Q, TILE, True)
     log_sum_exp_i = tl.load(queries.log_sum_exp + query) - log2_weight
     # [Bkv, Bq]
     if queries.q_hat is None:
@@ -85,7 +85,7 @@ def query_tile(dk_j, dv_j, keys, i, queries, log2_weight, n_q, log2_scale, TILE:
         s_q = tl.load(queries.q_hat.scale + i * TILE.BLOCK_Q // TILE.SCALE_BLOCK)
         st_ij = integer_dot(keys.k_hat_j, tl.trans(q_hat_i)) * (s_q * keys.s_k)
     pt_ij = tl.math.exp2(st_ij - log_sum_exp_i[None, :])
-    do_i = load_tokens(queries.do, query, n_q, TILE.D, TILE.DP, True)
+    do_i = load_tile(queries.do, i * TILE.BLOCK_Q, n_q, TILE.BLOCK_Q, TILE, True)
     dv_j = tl.dot(pt_ij.to(do_i.dtype), do_i, dv_j)
     dpt_ij = tl.dot(keys.v_j, tl.trans(do_i))
     dst_ij = pt_ij * (dpt_ij - tl.load(queries.delta + query)[None, :])
