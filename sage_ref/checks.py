@@ -40,14 +40,13 @@ def kind_of(tensors: Sequence[Tensor], options: tuple) -> tuple | None:
         return None
     found = [*options, types]
     for number, x in enumerate(tensors):
-        if type(x) in PLAIN_TENSORS and not (x.is_nested or x.is_meta or x.is_inference()):
+        if type(x) in PLAIN_TENSORS and not (x.is_nested or x.is_inference()):
             found += x.shape, x.device, x.dtype, x.layout
         elif type(x) is float and number > 2:
             found.append(x)
         else:
             return None
-    device = tensors[0].device.type
-    if torch.is_autocast_enabled(device):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(device := tensors[0].device.type):
         dtype = torch.get_autocast_dtype(device)
         if any(x.dtype != dtype for x in tensors[:3]):
             return None

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from contextvars import ContextVar
+from functools import lru_cache
 from types import FunctionType
 
 import torch
@@ -18,6 +19,7 @@ from sage_ref.sagebwd.settings import Options
 
 SEEN = (SDPA, torch.ops.aten.scaled_dot_product_attention.default)  # PyTorch's own, and that of an exported module
 FITTING = Fitting()  # kinds of calls that SageBwd can compute
+signature = lru_cache(inspect.signature)  # slower than all else that is done for a call
 
 
 # The modes that this thread's code has entered, or this asyncio task's and those of the tasks around it.
@@ -63,27 +65,27 @@ class SdpaMode(TorchFunctionMode):
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = options or {}
-        if not self.holds():
-            return function(*arguments, **options)
-        if function in SEEN:
+        if function in SEEN and self.holds():
             return self.attend(Call(*arguments, **options))
-        if function is F.multi_head_attention_forward:
+        if function is F.multi_head_attention_forward and self.holds():
             return self._multi_head_attention(*arguments, **options)
-        if function is Tensor.unflatten:  # which torch.compile can't trace below a mode
+        if function is Tensor.unflatten and self.holds():  # which torch.compile can't trace below a mode
             function = torch.unflatten
         return function(*arguments, **options)
 
     def _multi_head_attention(self, *arguments, **options):
         """Run the call of `torch.nn.MultiheadAttention`. A mode sees it, but not the call of SDPA inside it."""
-        function = F.multi_head_attention_forward
+        function, reason = F.multi_head_attention_forward, None
         if torch.compiler.is_compiling():
-            self.unreachable("model: expected no torch.nn.MultiheadAttention under torch.compile, got one")
-            return function(*arguments, **options)
-        if inspect.signature(function).bind(*arguments, **options).arguments.get("need_weights", True):
-            self.unreachable("need_weights: expected False, since SageBwd never has the weights, got True")
-            return function(*arguments, **options)
-        names = {**function.__globals__, "scaled_dot_product_attention": lambda *a, **o: self.attend(Call(*a, **o))}
-        return FunctionType(function.__code__, names, argdefs=function.__defaults__)(*arguments, **options)
+            reason = "model: expected no torch.nn.MultiheadAttention under torch.compile, got one"
+        elif signature(function).bind(*arguments, **options).arguments.get("need_weights", True):
+            reason = "need_weights: expected False, since SageBwd never has the weights, got True"
+        if reason:
+            self.unreachable(reason)
+        else:
+            names = {**function.__globals__, "scaled_dot_product_attention": lambda *a, **o: self.attend(Call(*a, **o))}
+            function = FunctionType(function.__code__, names, argdefs=function.__defaults__)
+        return function(*arguments, **options)
 
 
 class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function that it replaces)
@@ -176,10 +178,9 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         if not torch.compiler.is_compiling():
             self.seen = True
             sdpa.captured |= is_captured(call.query)
-        kind = None if call.attn_mask is not None else kind_of(call[:3], (*call[4:], *self.policy.options))
-        if FITTING.get(kind) is None:
-            reason = obstacle(call, self.policy.options)
-            if reason is not None:
+        kind = kind_of(call[:3], (*call[4:], *self.policy.options)) if call.attn_mask is None else None
+        if not FITTING.get(kind):
+            if reason := obstacle(call, self.policy.options):
                 refuse(reason, self.policy.otherwise, depth=3)
                 return call.exactly()
             FITTING.add(kind, True)
