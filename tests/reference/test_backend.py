@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from sage_ref import SLA2, sagebwd_attention, sparse_linear_attention
 from sage_ref import backend as ops
+from sage_ref.checks import kind_of
 from sage_ref.sagebwd import SageBwdFunction, SageBwdSettings
 from sage_ref.sla2 import BlockSettings, SparseLinearFunction, block_count
 
@@ -87,6 +88,14 @@ def test_autocast_casts_as_sdpa_does_and_not_inside(inputs, dtype):
         assert a.dtype == x.dtype
         assert torch.equal(a, b)
         assert torch.equal(a, exact.to(x.dtype))
+
+
+def test_a_call_that_autocast_would_cast_is_of_no_kind_that_was_checked():
+    x = torch.ones(1, 1, 2, 2)
+    assert kind_of((x, x, x), ())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kind_of((x.bfloat16(),) * 3, ())
+        assert not kind_of((x, x, x), ())
 
 
 # What it refuses; test_fuzz.py has the rest
