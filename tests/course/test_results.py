@@ -8,8 +8,10 @@ from sage_course.results import claims
 from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import (
+    TRAINING,
     Interval,
     agreed,
+    gaps_table,
     gradient_is_lost,
     judged,
     paired_differences,
@@ -78,7 +80,7 @@ def runs_of(arms):
         for seed, loss in enumerate(losses):
             facts = {"arm": arm, "qk_norm": qk_norm, "learning_rate": rate, "seed": seed, "diverged": loss is None}
             steps = {"step_losses": [9.0, *[loss or math.nan] * 10], "arguments": {"same_batch": True}}
-            rows.append(facts | steps | {"final_val_loss": 3.0})
+            rows.append(facts | steps | {"final_val_loss": 3.0, "tokens_per_step": 8, "context": 4, "tokens": 16})
     return Record({}, rows)
 
 
@@ -104,6 +106,16 @@ def test_losses_are_judged_seed_by_seed(exact, losses, verdict):
     record = runs_of({("exact", True, 0.1): exact, ("printed", True, 0.1): losses})
     assert judged(paired_gaps(record, "printed")) == verdict
     assert agreed(record, "printed") == "undecided"  # one training alone
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_runs_that_were_trained_otherwise_are_not_compared(name):
+    rows = runs_of({("exact", True, 0.1): [2.0], ("printed", True, 0.1): [3.0]}).rows
+    record = Record({}, [*rows, rows[1] | {name: 0}])
+    expected = "| printed against exact | yes | 0.1 | 8 | 4 | 0 | +50.0% (1 seed, which decides nothing) | undecided |"
+    assert gaps_table(record).splitlines()[2:] == [expected]
+    with pytest.raises(ValueError, match="training: expected one"):
+        paired_gaps(record, "printed")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ Several values of an option make several runs, each in a process of its own, on 
     python -m sage_lab pretrain --attention exact sagebwd unsmoothed --qk-norm no yes --seed 0 1 2 --json runs.json
 
 If the program or a run is killed, the same command goes on where it was, bit for bit; runs that the file of --json has
-are not made again. A single run trains in this process, or under torchrun in several together (DDP).
+are not made again, and their commands stay in its provenance. A single run trains in this process, or under torchrun in
+several together (DDP).
 """
 
 import os
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 
@@ -165,11 +166,9 @@ def train_here(options: Pretrain, run: PretrainRun, command: str) -> None:
                 print(f"{reason}: the same command goes on")
             return
         if group.is_first:
-            row = run.facts | result_row(training)
-            outcome = (
-                f"diverged: {row['diverged']}" if row["diverged"] else f"held-out loss {row['final_val_loss']:.4f}"
-            )
-            print(f"{row['steps']} steps, {row['tokens']:,} tokens, {row['seconds']:.0f} s; {outcome}")
+            row = run.facts | result_row(training) | {"tokens": run.tokens}  # if it diverged, too: a run of this length
+            outcome = row["diverged"] or f"held-out loss {row['final_val_loss']:.4f}"
+            print(f"{row['steps']} steps of {run.tokens_per_step:,} tokens, {row['seconds']:.0f} s; {outcome}")
             write_record(options.json, [row], command=group.command(command), corpus=corpus.facts)
 
 
@@ -208,6 +207,9 @@ def train_all(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
     devices = list(range(torch.cuda.device_count())) if on_gpu else [None]
     arguments = {run: arguments_of(*config_and_settings(options, run, corpus), corpus) for run in runs}
     before = recorded(options.json, arguments)
+    facts = read_record(options.json).provenance if before else {}
+    commands = [*dict.fromkeys([*facts.get("commands", [facts.get("command", command)]), command])]
+    erratum = {"erratum": facts["erratum"]} if "erratum" in facts else {}
     plan = Plan("runs", [*before, *(run for run in runs if run not in before)])
     with opened(plan, options.folder, list(arguments.values()), devices, is_over) as work:
         for run, row in before.items():
@@ -216,8 +218,7 @@ def train_all(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
             write_corpus(corpus, prepared)
 
         def record(run: Run | None = None) -> None:
-            commits = {run.name: row["commit"] for run, (row,) in work.finished.items()}
-            work.record(options.json, command, corpus=corpus.facts, commits=commits)
+            work.record(options.json, command, corpus=corpus.facts, commands=commands, **erratum)
 
         def trained(run: PretrainRun, gpu: int | None) -> list[Row]:
             minutes = options.minutes and max(0.01, options.minutes - (time.monotonic() - started) / 60)
@@ -228,8 +229,11 @@ def train_all(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
 
         left = work.finish(trained, record)
         record()
-    header = ("run", "held-out loss", "error of SageBwd's gradient")
-    print(markdown_table(header, [summary(run, row) for run, (row,) in work.finished.items()]))
+    lines = []
+    for run, (row,) in work.finished.items():
+        error = row["probes"][-1]["errors"].get("sagebwd", "") if row["probes"] else ""  # an older record may lack it
+        lines.append((run.name, row["diverged"] or round(row["final_val_loss"], 4), error))
+    print(markdown_table(("run", "held-out loss", "error of SageBwd's gradient"), lines))
     if left:
         print(f"left: {', '.join(run.name for run in left)}; the same command goes on")
 
@@ -253,9 +257,8 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
     """
     result, log = (options.folder / f"{run.name}.{suffix}" for suffix in ("json", "log"))
     chosen = {name: getattr(options, name) for name in PASSED_ON if getattr(options, name) is not None}
-    chosen |= {"attention": run.arm, "qk_norm": "yes" if run.qk_norm else "no"}
-    chosen |= {"learning_rate": run.learning_rate, "seed": run.seed, "json": result}
-    chosen |= {"corpus": options.folder / "corpus.safetensors"}
+    chosen |= {"attention": run.arm, "qk_norm": "yes" if run.qk_norm else "no", "learning_rate": run.learning_rate}
+    chosen |= {"seed": run.seed, "json": result, "corpus": options.folder / "corpus.safetensors"}
     command = [sys.executable, "-m", "sage_lab", "pretrain"]
     command += [text for name, x in chosen.items() for text in (f"--{name.replace('_', '-')}", str(x))]
     switches = {"autocast": options.autocast, "compile": options.compile, "same-batch": options.same_batch or None}
@@ -273,8 +276,3 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
         raise OutOfTime(f"{run.name}: see {log}")
     record = read_record(result)
     return [record.rows[0] | {"gpu": record.provenance["gpu"], "commit": record.provenance["commit"]}]
-
-
-def summary(run: PretrainRun, row: Row) -> tuple[str, Any, Any]:
-    error = row["probes"][-1]["errors"].get("sagebwd", "") if row["probes"] else ""  # an older record may lack it
-    return run.name, row["diverged"] or round(row["final_val_loss"], 4), error

@@ -13,6 +13,7 @@ from sage_course.results.pretraining import (
     PAPER_LOSSES,
     compared,
     judged,
+    main_runs,
     mean_interval,
     of_layers,
     pretrain_runs,
@@ -97,24 +98,26 @@ def gap_figure(record: Record, *, title: str) -> Figure:
 def gaps_figure(record: Record, *, title: str) -> Figure:
     """Draw the lines of `gaps_table`: a dot per seed, and the mean with its 95% interval; on the right the verdict.
 
-    A run that diverged has no dot.
+    A run that diverged has no dot. Where they differ, the rate is followed by tokens per batch, context and millions of
+    tokens.
     """
     lines = compared(record)
-    figure, (ax,) = panels(1, width=7.4, height=1.2 + 0.24 * len(lines), title=title)
+    shown = 3 if len({line.cells[3:] for line in lines}) == 1 else None  # all that differs
+    figure, (ax,) = panels(1, width=7.4 if shown else 9.4, height=1.2 + 0.24 * len(lines), title=title)
     for y, line in enumerate(lines):
         percent = [100 * gap for gap in line.gaps if math.isfinite(gap)]
         ax.plot(percent, [y] * len(percent), "o", color=BLUE, mfc="none")
         if len(percent) > 1:
             found = mean_interval(percent)
             ax.errorbar(found.mean, y, xerr=found.half, fmt="|", color=BLUE, capsize=4)
-    names = ["{}, QK-norm {}, rate {}".format(*line.cells) for line in lines]
+    names = ["{}, QK-norm {}, rate ".format(*line.cells) + " / ".join(line.cells[2:shown]) for line in lines]
     ax.set_yticks(range(len(lines)), names, fontsize=9)
     verdicts = ax.secondary_yaxis("right")
     verdicts.set_yticks(range(len(lines)), [judged(line.gaps) for line in lines], fontsize=9)
     ax.axvline(0, color=BLACK, linewidth=0.8)
     ax.axvline(100 * LARGEST_GAP, color=RED, linewidth=0.8)
     ax.set_xlabel(
-        "difference of losses, %: seeds, and mean with 95% interval (orange: the paper's largest gap)", fontsize=9
+        "difference of losses, %: seeds, and mean with 95% interval\n(orange: the paper's largest gap)", fontsize=9
     )
     ax.invert_yaxis()
     figure.supxlabel(record.caption, fontsize=9)
@@ -122,12 +125,12 @@ def gaps_figure(record: Record, *, title: str) -> Figure:
 
 
 def broken_gradient_figure(record: Record, *, title: str) -> Figure:
-    """Draw how scores grow in each GPT, and how far off dQ of a layer is where its largest score is so large.
+    """Draw how scores grow in GPTs, and how far off dQ of a layer is where its largest score is so large.
 
-    record: rows of `python -m sage_lab pretrain --model gpt`.
+    record: rows of `python -m sage_lab pretrain --model gpt`, of which those of SageBwd and seed 0 are drawn.
     """
     figure, (scores, errors) = panels(2, width=4.8, height=3.6, title=title)
-    for row in record.select(arm="sagebwd", seed=0):
+    for row in main_runs(record).select(arm="sagebwd", seed=0):
         style = {"color": BLUE if row["qk_norm"] else RED, "label": "QK-norm" if row["qk_norm"] else "no QK-norm"}
         millions = [probe["step"] * row["tokens_per_step"] / 1e6 for probe in row["probes"]]
         scores.plot(millions, [max(probe["largest_score"]) for probe in row["probes"]], "o-", **style)

@@ -20,9 +20,11 @@ from sage_course.results.pretraining import (
     Interval,
     agreed,
     bias_to_noise,
+    compared,
     final_losses,
     judged,
     last_errors,
+    main_runs,
     mean_interval,
     noise_checkpoints,
     noise_of,
@@ -31,11 +33,15 @@ from sage_course.results.pretraining import (
     pretrain_runs,
     relative_gaps,
     score_groups,
+    training_words,
     trainings,
+    words_of,
 )
 
 SUPPORTED, PARTLY, UNDECIDED = "supported", "supported in part", "cannot be decided"
 CONTRADICTED, UNTESTED = "contradicted at our size", "not tested at our size"
+# Of the claim that an arm ends behind, by the verdict on its gaps.
+WHERE_BEHIND = {"behind": SUPPORTED, "level": CONTRADICTED, "ahead": CONTRADICTED, "undecided": UNDECIDED}
 
 
 class Claim(NamedTuple):
@@ -151,31 +157,52 @@ def without_noise(record: Record) -> Claim:
     )
 
 
-def with_gradients(found: Sequence[Claim], gpt: Record) -> list[Claim]:
-    """Add to three claims what the GPTs say: how far off gradients are at the end of training, and their losses."""
-    runs = gpt.select(arm="sagebwd")
-    errors = {norm: [row["probes"][-1]["errors"] for row in runs if row["qk_norm"] == norm] for norm in (False, True)}
-    with_norm, without = (
-        {
-            arm: f"{min(x[arm] for x in runs):{form}} to {max(x[arm] for x in runs):{form}}"
-            for arm in ("sagebwd", "exact")
-        }
-        for runs, form in ((errors[True], ".1%"), (errors[False], ".0%"))
-    )
-    exact, gpts = "exact attention's in 16 bit", "GPTs that SageBwd trained"
-    smoothed = mean_interval(paired_gaps(gpt, "unsmoothed", "sagebwd", qk_norm=False))
-    said = {
-        "trains as well": f"{gpts} with QK-norm: gradients {with_norm['sagebwd']} off, {exact} {with_norm['exact']}",
-        "diverges": f"none of {len(errors[False])} {gpts} did: gradients {without['sagebwd']} off, "
-        f"{exact} {without['exact']}",
-        "K-smoothing": f"GPTs without QK-norm: loss without it {smoothed.words}",
+def with_gpts(found: Sequence[Claim], gpt: Record) -> list[Claim]:
+    """Add to four claims what the GPTs say, each with the training that it rests on.
+
+    That is the training with most runs, but for the claim about a large batch. "As well as" holds in part if the GPTs'
+    losses are behind in any training with a small batch, "diverges" if one of the runs does and its pair does not.
+    K-smoothing is needed, or not, if all trainings agree.
+    """
+    small, fragile, large, divergence, smoothing = found
+    main, everywhere = main_runs(gpt), [x for x in compared(gpt) if (x.arm, x.baseline) == ("sagebwd", "exact")]
+    where = f"GPTs at {training_words(main.rows[0])}"
+    gaps = {norm: paired_gaps(main, "sagebwd", qk_norm=norm) for norm in (True, False)}
+    errors = {norm: [row["probes"][-1]["errors"] for row in main.select(arm="sagebwd", qk_norm=norm)] for norm in gaps}
+    off = {
+        norm: "gradients {:{form}} to {:{form}} off, exact attention's in 16 bit {:{form}} to {:{form}}".format(
+            *(end(x[arm] for x in errors[norm]) for arm in ("sagebwd", "exact") for end in (min, max)), form=form
+        )
+        for norm, form in ((True, ".1%"), (False, ".0%"))
     }
-    claims = []
-    for claim in found:
-        added = next((f"; {text}" for words, text in said.items() if words in claim.paper), "")
-        number = claim.number and claim.number + added.replace("95% interval ", "")
-        claims.append(claim._replace(ours=claim.ours + added, number=number))
-    return claims
+    with_norm = [x for x in everywhere if x.training["qk_norm"]]
+    few, many = ([x for x in with_norm if (x.training["tokens_per_step"] > min(PAPER_LOSSES)) == y] for y in (0, 1))
+    if "behind" in [judged(x.gaps) for x in few]:
+        small = small._replace(verdict=PARTLY)
+    verdicts = {WHERE_BEHIND[judged(x.gaps)] for x in many}
+    if verdicts:
+        large = large._replace(verdict=verdicts.pop() if len(verdicts) == 1 else UNDECIDED)
+    if lost := gaps[False].count(math.inf):
+        divergence = divergence._replace(verdict=PARTLY)
+    smoothing = smoothing._replace(verdict=WHERE_BEHIND[agreed(gpt, "unsmoothed", "sagebwd")])
+    without = [f"{words_of(paired_gaps(main, 'unsmoothed', 'sagebwd', qk_norm=norm))} with{end}"
+               for norm, end in ((False, "out QK-norm"), (True, " it"))]  # fmt: skip
+    return [
+        added(small, f"{where}, with QK-norm: loss {words_of(gaps[True])}, {judged(gaps[True])}; {off[True]}"),
+        fragile,
+        added(
+            large, *(f"GPTs at {training_words(x.training)}: loss {words_of(x.gaps)}, {judged(x.gaps)}" for x in many)
+        ),
+        added(divergence, f"{lost} of {len(gaps[False])} {where} did; {off[False]}"),
+        added(smoothing, f"{where}: loss without it {', '.join(without)}"),
+    ]
+
+
+def added(claim: Claim, *texts: str) -> Claim:
+    """Return a claim that says more."""
+    ours = "; ".join((claim.ours, *texts))
+    number = "; ".join((claim.number, *texts)).replace("95% interval ", "") if claim.number else ""
+    return claim._replace(ours=ours, number=number)
 
 
 def bias_ratios(noise: Record, variant: str, tokens_per_step: int) -> list[float]:

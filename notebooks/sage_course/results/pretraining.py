@@ -6,10 +6,10 @@ The records are those of `pretrain`, of `noise`, and of the archived `pretrain-g
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import geometric_mean, mean, stdev
+from statistics import geometric_mean, mean, mode, stdev
 from typing import NamedTuple
 
-from sage_lab.records import Record, Row, markdown_table
+from sage_lab.records import RECORDED, Record, Row, markdown_table, read_record
 from scipy.special import stdtrit  # the inverse of Student's distribution
 
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -175,14 +175,26 @@ def speed_table(record: Record) -> str:
     return markdown_table(header, lines)
 
 
+def compiled_steps() -> str:
+    """Say how much faster a compiled GPT trains with SageBwd than with exact attention, if a record has it."""
+    if not (RECORDED / f"{TIMES}.json").exists():
+        return "A compiled model is not measured yet"
+    record = read_record(TIMES)
+    ms = {(row["context"], row["arm"]): row["ms_median"] for row in record.rows}
+    ratios = [f"{ms[n, 'exact'] / ms[n, arm]:.2f}x at context {n:,}" for n, arm in sorted(ms) if arm == "sagebwd"]
+    model = f"a compiled GPT of {record.rows[0]['parameters'] / 1e6:.0f} million parameters"
+    return f"The step of {model} is {', '.join(ratios)} as fast as with PyTorch's exact attention"
+
+
 # The rules for the runs of `pretrain`, written before the first of each kind: GPTs, and small models that read
 # one batch again and again.
-GPT, SAME_BATCH = "pretrain_gpt_h200", "same_batch_h200"
+GPT, SAME_BATCH, TIMES = "pretrain_gpt_h200", "same_batch_h200", "pretrain_time_h200"
 LOST, HELD, JUDGED_PROBES, LAST_STEPS = 1.0, 0.5, 3, 10
 LARGEST_GAP = max(losses["sagebwd"] / losses["exact"] - 1 for losses in PAPER_LOSSES.values())
 PROBED = ("exact", "sagebwd", "unsmoothed", "printed", "unbiased")  # the arms in the GPTs' record
 COMPARED = (*((arm, "exact") for arm in ("sagebwd", "printed", "unbiased", "unsmoothed")), ("unsmoothed", "sagebwd"))
 COMPARED += (("printed", "sagebwd"),)  # in tiles of one size: one scale per tile against one per row
+TRAINING = ("qk_norm", "learning_rate", "tokens_per_step", "context", "tokens")  # only runs that share all are compared
 
 
 def ending(row: Row) -> float:
@@ -200,8 +212,12 @@ def paired_gaps(record: Record, arm: str, baseline: str = "exact", **training: b
     """Return an arm's losses over those of another, minus one, by seed: the same first weights and batches.
 
     A gap is infinite where the arm diverged; where the baseline did there is none. training: columns and their values.
+    Raises ValueError if these leave runs of several trainings.
     """
-    losses = {(row["arm"], row["seed"]): ending(row) for row in record.select(**training)}
+    rows = record.select(**training)
+    if len(found := trainings(Record({}, rows))) > 1:
+        raise ValueError(f"training: expected one, got {' and '.join(map(training_words, found))}")
+    losses = {(row["arm"], row["seed"]): ending(row) for row in rows}
     seeds = [seed for of, seed in losses if of == arm and losses.get((baseline, seed), math.inf) < math.inf]
     return [losses[arm, seed] / losses[baseline, seed] - 1 for seed in seeds]
 
@@ -225,9 +241,26 @@ def judged(gaps: Sequence[float]) -> str:
 
 
 def trainings(record: Record) -> list[Row]:
-    """Return the trainings that a record has of each arm: with QK-norm or without, and at which rate."""
-    found = sorted({(row["qk_norm"], row["learning_rate"]) for row in record.rows})
-    return [{"qk_norm": qk_norm, "learning_rate": rate} for qk_norm, rate in found]
+    """Return the trainings that a record has of each arm, as values of the columns TRAINING."""
+    found = sorted({tuple(row[name] for name in TRAINING) for row in record.rows})
+    return [dict(zip(TRAINING, values, strict=True)) for values in found]
+
+
+def training_cells(training: Row) -> tuple[str, str, str, str]:
+    """Return learning rate, tokens per batch, context and millions of tokens; a row of a record has them, too."""
+    rate, *sizes, tokens = (training[name] for name in TRAINING[1:])
+    return f"{rate:g}", *(f"{size:,}" for size in sizes), f"{tokens / 1e6:.0f}"
+
+
+def training_words(training: Row) -> str:
+    return "learning rate {}, {} tokens per batch, context {}, {} million tokens".format(*training_cells(training))
+
+
+def main_runs(record: Record) -> Record:
+    """Return the runs of the training that has most of them, with QK-norm and without."""
+    names = TRAINING[1:]
+    chosen = mode(tuple(row[name] for name in names) for row in record.rows)
+    return record._replace(rows=record.select(**dict(zip(names, chosen, strict=True))))
 
 
 def agreed(record: Record, arm: str, baseline: str = "exact", **chosen: bool | float) -> str:
@@ -254,8 +287,8 @@ def gradient_is_lost(row: Row, arm: str) -> bool:
 
 
 def last_probes(record: Record) -> dict[str, Row]:
-    """Return "QK-norm" and "no QK-norm" -> the last probe of the GPT that was trained with SageBwd."""
-    rows = record.select(arm="sagebwd", seed=0)
+    """Return "QK-norm" and "no QK-norm" -> the last probe of the GPT that was trained with SageBwd from seed 0."""
+    rows = main_runs(record).select(arm="sagebwd", seed=0)
     return {("QK-norm" if row["qk_norm"] else "no QK-norm"): row["probes"][-1] for row in rows}
 
 
@@ -265,7 +298,7 @@ def of_layers(record: Record, arm: str) -> dict[str, list[tuple[float, float]]]:
     The error is that of one layer's attention alone: what enters it is exact.
     """
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in record.select(arm="sagebwd", seed=0):
+    for row in main_runs(record).select(arm="sagebwd", seed=0):
         for probe in row["probes"][1:]:
             points = zip(probe["largest_score"], probe["attention"][arm]["dQ"], strict=True)
             found.setdefault("QK-norm" if row["qk_norm"] else "no QK-norm", []).extend(points)
@@ -274,27 +307,40 @@ def of_layers(record: Record, arm: str) -> dict[str, list[tuple[float, float]]]:
 
 def gpt_table(record: Record) -> str:
     """Return what is known of every GPT: its loss, its scores, and how far off its gradient is with each attention."""
-    lines = []
-    for row in sorted(record.rows, key=lambda row: (row["qk_norm"], row["arm"], row["seed"])):
+    lines: dict[str, list[tuple]] = {}
+    for row in sorted(record.rows, key=lambda row: [row[name] for name in (*TRAINING[1:], "qk_norm", "arm", "seed")]):
         last = row["probes"][-1]
         errors = [f"{x:.3g}" if (x := last["errors"].get(arm)) else "" for arm in PROBED]
         in_a_layer = [last["attention"].get(arm) for arm in ("exact", "sagebwd", "between")]
         in_a_layer = [f"{max(x['dQ']):.2g}" if x else "" for x in in_a_layer]
         name = f"{row['arm']}, {'QK-norm' if row['qk_norm'] else 'no QK-norm'}, seed {row['seed']}"
-        score = f"{max(last['largest_score']):,.0f}"
-        lines.append((name, f"{row['final_val_loss']:.4f}", score, *errors, *in_a_layer))
+        loss = "diverged" if row["diverged"] else f"{row['final_val_loss']:.4f}"
+        cells = name, loss, f"{max(last['largest_score']):,.0f}", *errors, *in_a_layer
+        lines.setdefault(training_words(row), []).append(cells)
     header = ("trained with", "held-out loss", "largest score", "exact in 16 bit", "SageBwd", "no K-smoothing")
     header += ("one scale per tile", "unbiased", "exact, one layer", "SageBwd, one layer", "kernels against PyTorch")
-    row = record.rows[0]
+    tables = "\n\n".join(f"With {words}:\n\n{markdown_table(header, cells)}" for words, cells in lines.items())
     described = (
-        f"{row['parameters'] / 1e6:.0f} million parameters, {row['tokens'] / 1e6:.0f} million tokens of Linux's "
-        f"sources, {row['tokens_per_step']:,} a batch, learning rate {row['learning_rate']:g}. From the fourth column "
-        "on: |g - exact| / |exact| at the end, of the whole model's gradient on four held-out sequences, then of dQ in "
-        "the worst layer by itself. What is empty had been measured without K-smoothing by mistake, and was removed; "
-        '"unbiased" was not measured in the older runs. '
+        f"{record.rows[0]['parameters'] / 1e6:.0f} million parameters, trained on Linux's sources. From the fourth "
+        "column on: |g - exact| / |exact| at the end, of the whole model's gradient on 4,096 held-out tokens, then of "
+        "dQ in the worst layer by itself. What is empty had been measured without K-smoothing by mistake, and was "
+        'removed; "unbiased" was not measured in the older runs. '
         f"{record.caption[0].upper()}{record.caption[1:]}."
     )
-    return f"{markdown_table(header, lines)}\n\n{described}\n\n{gaps_table(record)}"
+    return f"{tables}\n\n{described}\n\n{scales_words(record)}\n\n{gaps_table(record)}"
+
+
+def scales_words(record: Record) -> str:
+    """Say how one scale per tile and "unbiased" change the error of SageBwd's gradient, in `main_runs`."""
+    rows = main_runs(record).select(qk_norm=True)
+    errors = [row["probes"][-1]["errors"] for row in rows]
+    tiles = [x["printed"] / x["sagebwd"] for x in errors if "printed" in x]
+    removed = [1 - x["unbiased"] / x["sagebwd"] for x in errors if "unbiased" in x]
+    return (
+        f"With QK-norm, at {training_words(rows[0])}: at the end one scale per tile has {min(tiles):.1f} to "
+        f'{max(tiles):.1f} times the error of SageBwd\'s gradient ({len(tiles)} GPTs), and "unbiased" removes '
+        f"{min(removed):.0%} to {max(removed):.0%} of it ({len(removed)} GPTs)."
+    )
 
 
 class Compared(NamedTuple):
@@ -306,10 +352,10 @@ class Compared(NamedTuple):
     gaps: list[float]
 
     @property
-    def cells(self) -> tuple[str, str, str]:
-        """Who is compared, with QK-norm or without, and the learning rate."""
-        qk_norm, rate = self.training.values()
-        return f"{self.arm} against {self.baseline}", "yes" if qk_norm else "no", f"{rate:g}"
+    def cells(self) -> tuple[str, ...]:
+        """Who is compared, with QK-norm or without, and `training_cells`."""
+        norm = "yes" if self.training["qk_norm"] else "no"
+        return f"{self.arm} against {self.baseline}", norm, *training_cells(self.training)
 
 
 def compared(record: Record) -> list[Compared]:
@@ -322,14 +368,15 @@ def compared(record: Record) -> list[Compared]:
 def gaps_table(record: Record) -> str:
     """Return a table of the arms' losses by training: each minus exact attention's, and with one another."""
     lines = [(*line.cells, words_of(line.gaps), judged(line.gaps)) for line in compared(record)]
-    return markdown_table(("loss", "QK-norm", "learning rate", "difference", "verdict"), lines)
+    header = ("loss", "QK-norm", "learning rate", "tokens per batch", "context", "million tokens")
+    return markdown_table((*header, "difference", "verdict"), lines)
 
 
 def words_of(gaps: Sequence[float]) -> str:
     """Describe at least one gap."""
     if lost := sum(map(math.isinf, gaps)):
         return f"{lost} of {len(gaps)} diverged"
-    return mean_interval(gaps).words if len(gaps) > 1 else f"{signed(gaps[0], '.1%')} (1 seed)"
+    return mean_interval(gaps).words if len(gaps) > 1 else f"{signed(gaps[0], '.1%')} (1 seed, which decides nothing)"
 
 
 def relative_errors(rows: Sequence[Row], tensor: str, **chosen: str) -> dict[str, float]:

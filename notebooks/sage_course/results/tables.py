@@ -6,11 +6,12 @@ from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, 
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
 from sage_lab.records import markdown_table, read_record
 
-from sage_course.results.claims import claims, hypothesis, with_gradients, without_noise
+from sage_course.results.claims import claims, hypothesis, with_gpts, without_noise
 from sage_course.results.pretraining import (
     GPT,
     PAPER_LOSSES,
     SAME_BATCH,
+    compiled_steps,
     gaps_table,
     gpt_table,
     loss_summary,
@@ -75,7 +76,7 @@ def pretraining() -> str:
         cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
         lines.append((f"the paper's {name}, QK-norm", *cells))
     losses = markdown_table(("final validation loss", *(f"{size:,} tokens per batch" for size in sizes)), lines)
-    judged = with_gradients(claims(runs, read_record(LAYERS)), read_record(GPT))
+    judged = with_gpts(claims(runs, read_record(LAYERS)), read_record(GPT))
     found = [claim[:3] for claim in (*judged, without_noise(read_record(SAME_BATCH)))]
     verdicts = markdown_table(("the paper says", "our runs", "verdict"), found)
     bias = hypothesis(runs, read_record(NOISE))
@@ -104,7 +105,7 @@ def pretraining_speed() -> str:
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and batch"
     model += ", {tokens_per_pass:,} per pass"
     described = f"Above 1 a row is faster, {record.timed}; {model.format(**record.provenance['plan'])}, bfloat16"
-    return f"{speed_table(record)}\n\n{described}; {record.caption}."
+    return f"{speed_table(record)}\n\n{described}; {record.caption}. {compiled_steps()}."
 
 
 def parallel() -> str:

@@ -52,6 +52,7 @@ def test_runs_that_the_record_has_are_not_made_again(text, capfd):
     main([*arms, "printed"])
     second = read_record(text / "run.json")
     assert second.rows[:2] == first.rows
+    assert second.provenance["commands"] == [x.provenance["command"] for x in (first, second)]
     assert [row["arm"] for row in second.rows] == ["exact", "sagebwd", "printed"]
     with pytest.raises(SystemExit):
         main([*arms, "--warmup", "0.5"])
