@@ -116,8 +116,7 @@ def test_a_user_gets_complete_rows(bench, capsys):
         assert 0.002 < errors[f"{OURS}, unbiased", direction] < 0.1
     assert errors[f"{OURS}, unbiased", "fwd"] != errors[OURS, "fwd"]
     reasons = {row["provider"]: row["missing"] for row in record.provenance["missing"]}
-    assert reasons.keys() == {"sdpa_cudnn", "fa4", "cudnn_fp8", "flex", "sageattention"}
-    assert reasons["flex"] == "RuntimeError: left out with --without"
+    assert reasons.keys() == {"sdpa_cudnn", "fa4", "cudnn_fp8", "sageattention"}  # flex was left out
     printed = capsys.readouterr().out
     assert all(f"not timed: {provider}, {reason}" in printed for provider, reason in reasons.items())
     assert "| 48 | 2 | 1 | 32 | True | bhnd | autograd | fwd | False | 1.00 |" in printed
@@ -143,7 +142,7 @@ def test_sparse_peers_have_the_mask_that_we_have(bench):
         (2, "sla2", 0.97), (2, "attention", 0.0),
     }  # fmt: skip
     missing = {row["provider"] for row in record.provenance["missing"]}
-    assert missing == {"sdpa_cudnn", "fa4", "flex", "sla_triton", "vsa"}
+    assert missing == {"sdpa_cudnn", "fa4", "sla_triton", "vsa"}
     turns = sparse.user_turns(Shape(1, 1, 1, 160, 32), CPU)
     assert [(case.problem.mask, case.direction) for case, _ in turns] == [*product(sparse.MASKS, DIRECTIONS)]
 
