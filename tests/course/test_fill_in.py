@@ -229,7 +229,7 @@ def test_lines_are_tried_before_all_are_filled_in(capsys, edits, what, more):
     assert said(capsys, WITHOUT_MEAN, *edits) == [first, *more]
 
 
-def test_a_number_of_the_notebook_in_place_of_an_argument_is_named(capsys):
+def test_a_number_of_the_notebook_in_place_of_an_argument_is_named():
     gap = Gap(without_mean, WITHOUT_MEAN.trials)
     written = engine.defined(source(without_mean).replace("weight.sum()", "size"), "a cell", {"size": 9.0})[
         "without_mean"

@@ -1,12 +1,12 @@
 """The page "SLA2 in your model": its code is run as it stands, from top to bottom, with its own assertions."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from rooms import REPOSITORY
 
-PAGE = Path(__file__).parents[2] / "notebooks/book/sla2_loop.md"
+PAGE = REPOSITORY / "notebooks/book/sla2_loop.md"
 
 
 @pytest.mark.filterwarnings("ignore:sage_ref. backend='auto'")

@@ -3,17 +3,17 @@
 import contextlib
 import re
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from process_cases import run_together
+from rooms import REPOSITORY
 from torch import distributed
 
 import sage_ref
 
-PAGE = (Path(__file__).parents[2] / "notebooks/book/training_loop.md").read_text(encoding="utf-8")
+PAGE = (REPOSITORY / "notebooks/book/training_loop.md").read_text(encoding="utf-8")
 SETUP, *SNIPPETS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 SNIPPETS = dict(zip(re.findall(r"\n## (.*)", PAGE), SNIPPETS, strict=True))  # one in each section
 PROCESSES = ("DDP", "FSDP2")

@@ -113,7 +113,6 @@ def every_third_number(x: Tensor) -> Tensor:
     return torch.stack([x, x + 1, x - 1], -1)[..., 0]
 
 
-LAYOUTS = [heads_last, part_of_more_heads, head_dim_outermost, every_third_number]
 # Of Q, K, V and dO: as a model has them, and one each.
 LAID_OUT = [[heads_last] * 4, [head_dim_outermost, every_third_number, heads_last, part_of_more_heads]]
 

@@ -41,7 +41,6 @@ from sage_ref import sagebwd_attention
 
 pytestmark = MARKS
 PASSES = pytest.mark.parametrize(("level", "head_dim"), [(5, 64), (5, 128), (6, 128)])
-BOTH_HEAD_DIMS = pytest.mark.parametrize("head_dim", [64, 128])
 
 
 def assert_near(found, expected, allowed):

@@ -1,9 +1,9 @@
 """Files that others read: GitHub, pre-commit, conda, whoever cites. What they repeat is what pyproject.toml says."""
 
 import re
-import tomllib
 
 import yaml
+from sage_course.outline import project
 from sage_kernels.sagebwd.ops import MAX_HEAD_DIM, MIN_HEAD_DIM
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_lab.bench.compile import SHARED_MEMORY
@@ -11,7 +11,7 @@ from sage_lab.records import REPOSITORY, read_record
 
 import sage_ref
 
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+PROJECT = project()
 EDITABLE = "--editable . --editable lab --editable notebooks"
 
 

@@ -6,13 +6,13 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 
 import pytest
+from sage_course.outline import project
 from sage_lab.records import REPOSITORY
 
-PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+PROJECT = project()
 PACKAGES = {"sage_ref": REPOSITORY, "sage_kernels": REPOSITORY / "kernels"}
 LARGEST = 400_000  # bytes
 

@@ -3,9 +3,8 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from rooms import REPOSITORY
 
 
 def python(program, *arguments):

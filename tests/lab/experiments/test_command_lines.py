@@ -146,7 +146,7 @@ def test_no_folder_no_torch_and_a_terminal_without_greek(line, status, said, tmp
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_control_c_waits_for_an_import_and_none_comes_before_a_command_begins(tmp_path, monkeypatch, capsys):
+def test_control_c_waits_for_an_import_and_none_comes_before_a_command_begins(tmp_path, monkeypatch):
     (tmp_path / "interrupted.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
     monkeypatch.syspath_prepend(tmp_path)
     ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
