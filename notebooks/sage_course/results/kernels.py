@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from sage_lab.experiments.table1 import TENSORS
 from sage_lab.records import Record, Row, markdown_table, read_record
 
-BENCH, ACCURACY, INSTRUCTIONS = "bench_h200", "accuracy_h200", "instructions_sm90"
+BENCH, ACCURACY, INSTRUCTIONS = "ladder_h200", "accuracy_h200", "instructions_levels_cpu"
 SLA2_ACCURACY = "accuracy_sla2_h200"
 OURS, FLASH, CUDNN = ({"provider": name} for name in ("sage_kernels", "sdpa_flash", "sdpa_cudnn"))
 HEAD_DIMS, CAUSAL = (128, 64), (False, True)
