@@ -6,25 +6,25 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 # Medians in ms, bfloat16; D = 128 and no mask where nothing else is said.
 MEASURED_MS = {
     "forward": {
-        "ours": (0.72176, 1.02067, 1.66714, 2.89741, 5.44144),
-        "cudnn": (0.43798, 0.8303, 1.63608, 3.2391, 6.52694),
+        "ours": (0.71656, 0.99488, 1.60882, 2.84979, 5.38958),
+        "cudnn": (0.44264, 0.83392, 1.62286, 3.2125, 6.4137),
     },
     "forward, causal": {
-        "ours": (0.61042, 0.72194, 1.00861, 1.59482, 2.8296),
-        "cudnn": (0.29763, 0.50395, 0.92067, 1.7443, 3.43467),
+        "ours": (0.6091, 0.72752, 1.01474, 1.58221, 2.7545),
+        "cudnn": (0.30067, 0.50854, 0.92181, 1.74563, 3.3751),
     },
     "forward, D = 64": {
-        "ours": (0.96894, 1.38187, 2.3129, 4.15949, 8.06101),
-        "cudnn": (0.61229, 1.15368, 2.2551, 4.50693, 8.99158),
+        "ours": (0.96147, 1.37318, 2.32123, 4.14864, 7.99939),
+        "cudnn": (0.61232, 1.15192, 2.25654, 4.46106, 8.8307),
     },
     "both passes": {
-        "ours": (2.50829, 3.97613, 7.10931, 12.87718, 24.93286),
-        "cudnn": (1.93576, 3.4577, 6.60915, 12.95262, 26.08029),
-        "fa4": (1.80334, 3.1491, 5.83128, 11.0819, 22.15042),  # FlashAttention-4, 16 bit
+        "ours": (2.48219, 4.016, 7.01806, 12.96352, 25.06416),
+        "cudnn": (1.94458, 3.48891, 6.56456, 12.89832, 25.30915),
+        "fa4": (1.81078, 3.16627, 5.84573, 11.07088, 21.90093),  # FlashAttention-4, 16 bit
     },
     "both passes, CUDA graph": {  # the same work without the host's time
-        "ours": (2.46416, 3.92926, 6.9495, 12.86237, 24.65378),
-        "cudnn": (1.92392, 3.43328, 6.5688, 12.87411, 25.98216),
+        "ours": (2.48149, 4.00805, 7.03944, 12.82554, 24.63256),
+        "cudnn": (1.93091, 3.45717, 6.60878, 12.86907, 25.40499),
     },
 }
 # Of one multiprocessor of an H200, per clock: multiply-adds of the tensor cores, instructions of the other units.
@@ -64,8 +64,8 @@ def quantization_bytes(batch: int, heads: int, kv_heads: int, n_q: int, n_k: int
 def share_of_time(bytes_moved: float, terabytes_per_second: float, ms: float) -> float:
     """The share of `ms` milliseconds that moving so many bytes takes at this rate; a terabyte is 10^12 bytes.
 
-    >>> round(share_of_time(738_246_656, 4.8, 0.72176), 3)  # quantisation in the first number of the first row
-    0.213
+    >>> round(share_of_time(738_246_656, 4.8, 0.71656), 3)  # quantisation in the first number of the first row
+    0.215
     """
     ### SOLUTION: time for the bytes over the time measured
     return bytes_moved / (terabytes_per_second * 1e12) * 1e3 / ms
@@ -77,9 +77,9 @@ def line(n_1: int, ms_1: float, n_2: int, ms_2: float) -> tuple[float, float]:
     With a fixed number of tokens, work per token (reading, rounding, launching) is the same at every N, and work per
     score grows with N.
 
-    >>> fixed, per_key = line(2048, 1.02067, 8192, 2.89741)
-    >>> round(fixed, 3), round(fixed + per_key * 16384, 2)  # measured: 5.44
-    (0.395, 5.4)
+    >>> fixed, per_key = line(2048, 0.99488, 8192, 2.84979)
+    >>> round(fixed, 3), round(fixed + per_key * 16384, 2)  # measured: 5.39
+    (0.377, 5.32)
     """
     ### SOLUTION: slope, then what is left at N = 0
     per_key = (ms_2 - ms_1) / (n_2 - n_1)

@@ -65,8 +65,10 @@ def paired_speed() -> str:
     forward = {_shape(where): peer_ratios(of) for where, of in turns(record.select(**where_all, direction="fwd"))}
     lines = []
     for where, of in turns(rows):
-        ratios, alone, host = peer_ratios(of), forward[_shape(where)], {row["provider"]: row["host_us"] for row in of}
-        cells = [f"{ratios[peer]:.2f} ({alone[peer]:.2f})" if peer in ratios else "" for peer in peers]
+        ratios, host = peer_ratios(of), {row["provider"]: row["host_us"] for row in of}
+        shown = {peer: f"({ratio:.2f})" for peer, ratio in forward[_shape(where)].items()}
+        shown |= {peer: f"{ratio:.2f} {shown[peer]}" for peer, ratio in ratios.items()}
+        cells = [shown.get(peer, "") for peer in peers]
         cells += [f"{host[provider]:.0f}" if provider in host else "" for provider in (OURS, "sdpa_cudnn", "fa4")]
         lines.append((_shape(where), *cells))
     host_times = ("our host time, us", "cuDNN's", "FlashAttention-4's")
