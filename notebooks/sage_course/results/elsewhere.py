@@ -23,10 +23,13 @@ DIRECTIONS = {"fwd": "forward", "bwd": "backward"}
 
 def predicted(capability: int, head_dim: int, direction: str) -> float:
     """Predict the time of our kernels in 16 bit over that of our INT8 kernels, for a card of PREDICTED, by the rule."""
+    if direction == "fwd":
+        clocks = clocks_of(Problem(capability, head_dim, False))
+        return clocks["level 0"] / clocks["level 4"]
     code = SAME_CODE.get(capability, capability)
     table, (levels, own) = read_record(TABLE), PORTABLE[direction]
 
-    def clocks(level: int) -> float:
+    def clocks_of_level(level: int) -> float:
         total = 0.0
         for kernel in levels[level].kernels(head_dim):
             (row,) = table.select(kernel=kernel, capability=code, level=level, head_dim=head_dim)
@@ -34,7 +37,7 @@ def predicted(capability: int, head_dim: int, direction: str) -> float:
             total += sum(by_the_rule({name: row[name] / scores for name in demand([])}, GPUS[capability]))
         return total
 
-    return clocks(0) / clocks(own)
+    return clocks_of_level(0) / clocks_of_level(own)
 
 
 def predictions() -> str:
@@ -49,10 +52,7 @@ def predictions() -> str:
         where = {"n_q": MAIN_N, "head_dim": head_dim, "direction": direction, "causal": False, "scope": "kernel"}
         ms = (record.select(level=level, **where)[0]["ms_median"] for level in (0, PORTABLE[direction][1]))
         measured.append(f"{next(ms) / next(ms):.2f}")
-    by_rule = []
-    for head_dim in (128, 64):
-        clocks = clocks_of(Problem(MEASURED, head_dim, False))
-        by_rule += [f"{clocks['level 0'] / clocks['level 4']:.2f}", ""]
+    by_rule = (f"{predicted(MEASURED, *column):.2f}" if column[1] == "fwd" else "" for column in COLUMNS)
     lines.append(("H200 (9.0), the same kernels", *by_rule))
     lines.append((f"H200 (9.0): measured, {record.timed}", *measured))
     header = ("card (compute capability)", *(f"D={d} {DIRECTIONS[direction]}" for d, direction in COLUMNS))

@@ -37,6 +37,9 @@ def ladder(record: Record, direction: str, words: str) -> list[tuple]:
     def cells(with_quantisation: bool, **values) -> list[str]:
         found = []
         for head_dim in HEAD_DIMS:
+            if not record.select(direction=direction, head_dim=head_dim, **values):
+                found += [""] * 4  # a level for one head size
+                continue
             alone = {"scope": "kernel"} if with_quantisation else {}
             rows = [row_of(head_dim, causal, **alone, **values) for causal in CAUSAL]
             found += [f"{row['ms_median']:.2f} ({row['tops']:.0f})" for row in rows]
@@ -44,7 +47,7 @@ def ladder(record: Record, direction: str, words: str) -> list[tuple]:
             found += [f"{rows[0]['rel_l2']:.4f}"]
         return found
 
-    levels = sorted(distinct(record.select(scope="kernel", direction=direction), "level"))
+    levels = sorted(distinct(record.select(scope="kernel", direction=direction, **OURS), "level"))
     lines = [(f"{words} {level}", *cells(True, level=level, **OURS)) for level in levels]
     lines += [(f"{words}, FlashAttention-2", *cells(False, **FLASH)), (f"{words}, cuDNN", *cells(False, **CUDNN))]
     return lines
