@@ -42,7 +42,7 @@ from sage_lab.training.corpus import Corpus, read_corpus, write_corpus
 from sage_lab.training.loop import train
 from sage_lab.training.pretrain import Pretraining, PretrainSettings, arguments_of, parameters, result_row
 from sage_lab.training.probe import ARMS
-from sage_lab.training.processes import processes
+from sage_lab.training.processes import Processes, processes
 
 SHAPE = ("layers", "width", "heads")
 GPT = {"layers": 12, "width": 768, "heads": 12, "mlp": "squared_relu"}  # 101 million parameters with 20,480 tokens
@@ -113,12 +113,13 @@ class Pretrain(Arguments):
 
     def run(self, command: str) -> None:
         runs = list(self.runs())
-        if self.time:
-            time_here(self, runs, command)
-        elif len(runs) == 1:
-            train_here(self, runs[0], command)
-        else:
+        if len(runs) > 1 and not self.time:
             train_all(self, runs, command)
+            return
+        # The models are gone before the group of processes: if theirs is its last reference, it waits for its threads
+        # with the interpreter locked, and one of them may wait for the interpreter.
+        with processes(self.device) as group:
+            (time_here if self.time else train_here)(self, runs, group.command(command), group)
 
     def runs(self) -> Iterator[PretrainRun]:
         """Yield the runs of all values, those that are compared with one another one after the other."""
@@ -149,55 +150,54 @@ def config_and_settings(options: Pretrain, run: PretrainRun, corpus: Corpus) -> 
     return config, settings
 
 
-def train_here(options: Pretrain, run: PretrainRun, command: str) -> None:
+def train_here(options: Pretrain, runs: list[PretrainRun], command: str, group: Processes) -> None:
     """Train one model to its end, or to a checkpoint if the time is over."""
-    with processes(options.device) as group:
-        if group.device.type == "cuda":
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matmul
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
-        corpus = read_corpus(options.corpus)
-        config, settings = config_and_settings(options, run, corpus)
-        training = Pretraining(corpus, config, settings, group.device, processes=group)
-        try:
-            train(training, options.folder / f"{run.name}.pt", deadline(options.minutes))
-        except OutOfTime as reason:
-            if group.is_first:
-                print(f"{reason}: the same command goes on")
-            return
+    (run,) = runs
+    if group.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matmul
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    corpus = read_corpus(options.corpus)
+    config, settings = config_and_settings(options, run, corpus)
+    training = Pretraining(corpus, config, settings, group.device, processes=group)
+    try:
+        train(training, options.folder / f"{run.name}.pt", deadline(options.minutes))
+    except OutOfTime as reason:
         if group.is_first:
-            row = run.facts | result_row(training) | {"tokens": run.tokens}  # if it diverged, too: a run of this length
-            outcome = row["diverged"] or f"held-out loss {row['final_val_loss']:.4f}"
-            print(f"{row['steps']} steps of {run.tokens_per_step:,} tokens, {row['seconds']:.0f} s; {outcome}")
-            write_record(options.json, [row], command=group.command(command), corpus=corpus.facts)
+            print(f"{reason}: the same command goes on")
+        return
+    if group.is_first:
+        row = run.facts | result_row(training) | {"tokens": run.tokens}  # if it diverged, too: a run of this length
+        outcome = row["diverged"] or f"held-out loss {row['final_val_loss']:.4f}"
+        print(f"{row['steps']} steps of {run.tokens_per_step:,} tokens, {row['seconds']:.0f} s; {outcome}")
+        write_record(options.json, [row], command=command, corpus=corpus.facts)
 
 
-def time_here(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
+def time_here(options: Pretrain, runs: list[PretrainRun], command: str, group: Processes) -> None:
     """Time steps of all runs in one process, in turn; under torchrun in several together."""
-    with processes(options.device) as group:
-        corpus = read_corpus(options.corpus)
-        trainings = {}
-        for run in runs:
-            config, settings = config_and_settings(options, run, corpus)
-            trainings[run] = Pretraining(corpus, config, settings, group.device, processes=group)
-            for _ in range(WARMUP):
-                trainings[run].advance()
-        times: dict[PretrainRun, list[float]] = {run: [] for run in runs}
-        for run in in_turn(runs, options.time):
-            started = synchronized_time(group.device)
+    corpus = read_corpus(options.corpus)
+    trainings = {}
+    for run in runs:
+        config, settings = config_and_settings(options, run, corpus)
+        trainings[run] = Pretraining(corpus, config, settings, group.device, processes=group)
+        for _ in range(WARMUP):
             trainings[run].advance()
-            times[run].append(1e3 * (synchronized_time(group.device) - started))
-        rows = []
-        for run, training in trainings.items():
-            columns = time_columns(times[run])
-            columns |= {"tokens_per_second": round(1e3 * run.tokens_per_step / columns["ms_median"])}
-            columns |= {"parameters": parameters(training), "devices": group.count}
-            columns["protocol"] = "paired" if len(runs) > 1 else "alone"
-            rows.append(run.facts | columns)
-        if group.is_first:
-            rates = [(run.name, row["tokens_per_second"]) for run, row in zip(runs, rows, strict=True)]
-            print(markdown_table(("run", "tokens a second"), rates))
-            write_record(options.json, rows, command=group.command(command), corpus=corpus.facts)
+    times: dict[PretrainRun, list[float]] = {run: [] for run in runs}
+    for run in in_turn(runs, options.time):
+        started = synchronized_time(group.device)
+        trainings[run].advance()
+        times[run].append(1e3 * (synchronized_time(group.device) - started))
+    rows = []
+    for run, training in trainings.items():
+        columns = time_columns(times[run])
+        columns |= {"tokens_per_second": round(1e3 * run.tokens_per_step / columns["ms_median"])}
+        columns |= {"parameters": parameters(training), "devices": group.count}
+        columns["protocol"] = "paired" if len(runs) > 1 else "alone"
+        rows.append(run.facts | columns)
+    if group.is_first:
+        rates = [(run.name, row["tokens_per_second"]) for run, row in zip(runs, rows, strict=True)]
+        print(markdown_table(("run", "tokens a second"), rates))
+        write_record(options.json, rows, command=command, corpus=corpus.facts)
 
 
 def train_all(options: Pretrain, runs: list[PretrainRun], command: str) -> None:
