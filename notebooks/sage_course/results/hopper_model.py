@@ -59,7 +59,7 @@ def work_of(kernel: str, level: int) -> Work:
 def demand(rows: Sequence[Row]) -> dict[str, float]:
     """Return what one score of a program asks of the units: multiply-adds, instructions, bytes.
 
-    rows: one program's rows of the record instructions_sm90.
+    rows: one program's rows of the record instructions_levels_cpu.
     """
     kernel, level, head_dim = (rows[0][name] for name in ("kernel", "level", "head_dim"))
     count = {row["kind"]: row["per_score"] for row in rows}
