@@ -344,7 +344,7 @@ def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
 
     With a model inside DistributedDataParallel, or sharded by FSDP2, every process calls this, and alpha becomes that
     of the mean of the processes' masses. Before weights are offloaded: their places hold nothing that could be set.
-    Where a model calls one SLA2 several times, the last call counts.
+    Where a model calls one SLA2 several times, the mean over its calls counts.
 
     Raises:
         TypeError, ValueError: The model is no module, or has no SLA2, or its weights are offloaded.
@@ -354,14 +354,15 @@ def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
         raise ValueError("model: expected weights in their places, got offloaded ones: initialise alpha before")
     _reshard(model)
     groups = {module: _groups(model, module) for module in modules}
-    masses: dict[SLA2, Tensor] = {}
+    masses: dict[SLA2, list[Tensor]] = {}
 
     def measure(module: SLA2, qkv: tuple[Tensor, ...]) -> None:
-        mass = masses[module] = module.selected_mass(*qkv[:2])
+        mass = module.selected_mass(*qkv[:2])
         for group in groups[module]:
             dist.all_reduce(mass, group=group)
             mass /= group.size()
-        module.set_alpha(mass)  # the layers behind it see what it then computes
+        masses.setdefault(module, []).append(mass)
+        module.set_alpha(masses[module])  # the layers behind it see what it then computes
 
     hooks = [module.register_forward_pre_hook(measure) for module in modules]
     try:
@@ -370,8 +371,8 @@ def initialize_alpha(model: nn.Module, *inputs, **options) -> None:
         for hook in hooks:
             hook.remove()
     _reshard(model)
-    for module, mass in masses.items():
-        module.set_alpha(mass)
+    for module, of_calls in masses.items():
+        module.set_alpha(of_calls)
 
 
 def _reshard(model: nn.Module) -> None:

@@ -153,7 +153,7 @@ class SLA2(nn.Module):
         Raises:
             ValueError: query or key holds a NaN, an infinity or an entry above 1e15. Alpha stays as it was.
         """
-        self.set_alpha(self.selected_mass(query, key))
+        self.set_alpha([self.selected_mass(query, key)])
 
     def selected_mass(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the mean softmax mass of the selected blocks over the batch, [H, Tm]: per head and query block."""
@@ -165,12 +165,13 @@ class SLA2(nn.Module):
         """Compute `selected_mass` of checked arguments, for as many heads as query has."""
         return selected_mass(query, key, self.routing(query, key), self.settings, self.backend).mean(0)
 
-    def set_alpha(self, mass: Tensor) -> None:
-        """Set alpha from the mass [H, Tm] of every head's query blocks, averaged over the blocks that share it."""
-        self._check_length(mass.shape[1])
+    def set_alpha(self, masses: list[Tensor]) -> None:
+        """Set alpha from the masses [H, Tm] of query blocks in every call: their mean, over blocks too if they share it."""
+        for mass in masses:
+            self._check_length(mass.shape[1])
         if self.alpha_logit.shape[1] == 1:
-            mass = mass.mean(-1, keepdim=True)
-        write(self.alpha_logit, mass.logit(eps=1e-4))
+            masses = [mass.mean(-1, keepdim=True) for mass in masses]
+        write(self.alpha_logit, torch.stack(masses).mean(0).logit(eps=1e-4))
 
     def block_mask(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the hard choice, bool [B, H, Tm, Tn], for query and key with equally many heads."""

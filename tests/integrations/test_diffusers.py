@@ -180,19 +180,20 @@ def test_router_and_alpha_become_parameters_that_train_by_stages():
         assert training == {f"blocks.{i}.attn1.processor.attention.{part}" for i in (0, 1) for part in parts}
 
 
-def test_alpha_starts_from_the_mass_of_the_selected_blocks(video):
+@pytest.mark.parametrize("shared", [False, True], ids=["two modules", "one in both layers"])
+def test_alpha_starts_from_the_mean_mass_of_the_selected_blocks(video, shared):
     model = wan()
-    modules = install_sla2(model, sparsity=0.5, **BLOCKS)
-    seen = {}
-    for module in modules:
-        module.register_forward_pre_hook(lambda module, qkv: seen.__setitem__(module, qkv[:2]))
+    install_sla2(model, sparsity=0.5, **BLOCKS)
+    if shared:
+        model.blocks[1].attn1.processor = model.blocks[0].attn1.processor
+    masses = {module: [] for module in sla2_modules(model)}
+    for module, found in masses.items():
+        module.register_forward_pre_hook(lambda module, qkv, found=found: found.append(module.selected_mass(*qkv[:2])))
     initialize_alpha(model, **video)
-    for module in modules:
-        found = module.alpha_logit.detach().clone()
-        assert not torch.allclose(found, torch.full_like(found, 3.0))
-        module.initialize_alpha(*seen[module])
-        assert torch.equal(found, module.alpha_logit)
-        assert not [hook for hook in module._forward_pre_hooks.values() if "initialize_alpha" in repr(hook)]
+    for module, found in masses.items():
+        assert len(found) == 1 + shared
+        torch.testing.assert_close(module.alpha_logit.sigmoid()[:, 0], torch.stack(found).mean((0, -1)))
+        assert len(module._forward_pre_hooks) == 1
 
 
 def with_trained_sla2():
