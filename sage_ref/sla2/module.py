@@ -166,7 +166,7 @@ class SLA2(nn.Module):
         return selected_mass(query, key, self.routing(query, key), self.settings, self.backend).mean(0)
 
     def set_alpha(self, masses: list[Tensor]) -> None:
-        """Set alpha from the masses [H, Tm] of query blocks in every call: their mean, over blocks too if they share it."""
+        """Set alpha to the mean of the masses [H, Tm] of several calls, and of the query blocks if they share it."""
         for mass in masses:
             self._check_length(mass.shape[1])
         if self.alpha_logit.shape[1] == 1:
