@@ -82,7 +82,22 @@ def paired_speed() -> str:
         "and head, and one number per block. FlashAttention keeps 8 D + 4."
     )
     pays = textwrap.fill(pays, 128, break_on_hyphens=False)
-    return f"{table}\n\n{described}\n\n{pays}\n\n{_errors(record.select(**where_all))}"
+    return f"{table}\n\n{described}\n\n{pays}\n\n{when_it_pays(record)}\n\n{_errors(record.select(**where_all))}"
+
+
+def when_it_pays(record: Record) -> str:
+    """Return PyTorch's fastest time of both passes over ours by length, called and as a CUDA graph, on one card."""
+    found: dict[str, dict[int, list[str]]] = {}
+    for where, of in turns(record.select(scope="autograd", layout="bhnd", direction="fwd+bwd")):
+        if where["heads"] == where["kv_heads"]:
+            ratios, shape = peer_ratios(of), f"D={where['head_dim']}{', causal' if where['causal'] else ''}"
+            fastest = min(ratios["sdpa_flash"], ratios["sdpa_cudnn"])
+            found.setdefault(shape, {}).setdefault(where["n_q"], []).append(f"{fastest:.2f}")
+    lengths = sorted({n for of_shape in found.values() for n in of_shape})
+    lines = [(shape, *("{} ({})".format(*of_shape[n]) for n in lengths)) for shape, of_shape in found.items()]
+    table = markdown_table(("N", *(f"{n:,}" for n in lengths)), lines)
+    described = "PyTorch's fastest time of both passes over ours, above 1 INT8 is faster; in brackets both as CUDA graphs:"
+    return f"{described}\n\n{table}"
 
 
 def peers_in(record: Record) -> list[str]:
