@@ -96,7 +96,7 @@ def when_it_pays(record: Record) -> str:
     lengths = sorted({n for of_shape in found.values() for n in of_shape})
     lines = [(shape, *("{} ({})".format(*of_shape[n]) for n in lengths)) for shape, of_shape in found.items()]
     table = markdown_table(("N", *(f"{n:,}" for n in lengths)), lines)
-    described = "PyTorch's fastest time of both passes over ours, above 1 INT8 is faster; in brackets both as CUDA graphs:"
+    described = "PyTorch's fastest time of both passes over ours, above 1 ours is faster; in brackets as CUDA graphs:"
     return f"{described}\n\n{table}"
 
 
