@@ -89,7 +89,7 @@ def load_tokens(x, token, n, D: tl.constexpr, DP: tl.constexpr, IS_MASKED: tl.co
 def load_tile(x, first, n, TOKENS: tl.constexpr, TILE: tl.constexpr, IS_MASKED: tl.constexpr):
     """Load TOKENS rows of a 16-bit operand from token `first` on, as load_tokens does.
 
-    A loop computes the addresses inside its tiles once, and in each turn only where the tile begins.
+    Addresses inside a tile are the same in every turn of a loop, so they are computed once.
     """
     rows = Operand(x.pointer + tl.cast(first, tl.int64) * x.stride, x.stride)
     return load_tokens(rows, tl.arange(0, TOKENS), n - first, TILE.D, TILE.DP, IS_MASKED)
@@ -129,9 +129,9 @@ def load_with_scale(x, token, n, scale, TILE: tl.constexpr):
 
 @triton.jit
 def positively_scaled(q_i, scale, BLOCK_Q: tl.constexpr, NEGATED: tl.constexpr):
-    """Return (Q_i, s_q [Bq] > 0) with the product of both: the largest score has the largest S, and -inf stays -inf.
+    """Return Q_i and s_q [Bq] > 0, whose product is that of Q_i and scale: so a masked score stays -inf.
 
-    NEGATED: whether scale < 0. If the program asked for it, it would need 70 registers more.
+    NEGATED: whether scale < 0. A program that asks for it while it runs takes 70 registers more.
     """
     s_q = tl.maximum(tl.zeros([BLOCK_Q], tl.float32) + tl.abs(scale), TINY)
     if NEGATED:

@@ -20,7 +20,7 @@ from sage_kernels.common.tiles import (
     integer_dot,
     is_visible,
     load_padded,
-    load_tokens,
+    load_tile,
     load_transposed,
     round_to_int8,
 )
@@ -49,7 +49,7 @@ def level1(m, l, o_i, q_hat_i, s_q, query, j, k, v, n_k, TILE: tl.constexpr, IS_
     p_ij = tl.math.exp2(s_ij - m_new[:, None])
     rescale = tl.math.exp2(m - m_new)
     l = l * rescale + tl.sum(p_ij, 1)
-    v_j = load_tokens(v, key, n_k, TILE.D, TILE.DP, IS_MASKED)
+    v_j = load_tile(v, j * TILE.BLOCK_KV, n_k, TILE.BLOCK_KV, TILE, IS_MASKED)
     o_i = tl.dot(p_ij.to(v_j.dtype), v_j, o_i * rescale[:, None])
     return m_new, l, o_i
 
