@@ -21,7 +21,7 @@ from sage_course.results.pretraining import (
 )
 from sage_lab.records import Record, read_record
 
-RUNS, LAYERS = read_record("pretrain_h200"), read_record("layers_h200")
+RUNS, CAPTURES = read_record("pretrain_h200"), read_record("table2_captures")
 SMALL, LARGE = RUNS.provenance["plan"]["tokens_per_step"]
 K_SMOOTHED = "SageBwd, K smoothed"
 
@@ -49,8 +49,8 @@ def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():
     assert found[13] == pytest.approx(0.25)
 
 
-def verdicts(runs=RUNS, layers=LAYERS):
-    return [claim.verdict for claim in claims.claims(runs, layers)]
+def verdicts(runs=RUNS, captures=CAPTURES):
+    return [claim.verdict for claim in claims.claims(runs, captures)]
 
 
 def test_a_batch_as_large_as_the_papers_small_one_does_not_test_a_claim_about_the_large_one():
@@ -60,8 +60,7 @@ def test_a_batch_as_large_as_the_papers_small_one_does_not_test_a_claim_about_th
         rates = RUNS.provenance["learning_rate"] | {str(size): RUNS.provenance["learning_rate"][str(LARGE)]}
         rows = [row | {"tokens_per_step": size} if row["tokens_per_step"] == LARGE else row for row in RUNS.rows]
         runs = Record(RUNS.provenance | {"plan": plan, "learning_rate": rates}, rows)
-        layers = [row | {"tokens_per_step": size} if row["tokens_per_step"] == LARGE else row for row in LAYERS.rows]
-        assert verdicts(runs, Record(LAYERS.provenance, layers))[2] == expected
+        assert verdicts(runs)[2] == expected
 
 
 def test_a_gradient_is_lost_only_while_the_control_holds():
@@ -157,8 +156,8 @@ def test_a_gap_or_scatter_at_the_small_step_is_noticed():
     ],
 )  # fmt: skip
 def test_where_errors_grow(changes, verdict):
-    rows = [row | {"rel_l2": changes.get(row["tensor"], row["rel_l2"])} for row in LAYERS.rows]
-    assert verdicts(layers=Record(LAYERS.provenance, rows))[1] == verdict
+    rows = [row | {"rel_l2": changes.get(row["tensor"], row["rel_l2"])} for row in CAPTURES.rows]
+    assert verdicts(captures=Record(CAPTURES.provenance, rows))[1] == verdict
 
 
 def test_what_is_rounded_to_zero_has_no_sign():

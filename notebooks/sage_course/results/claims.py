@@ -23,7 +23,6 @@ from sage_course.results.pretraining import (
     compared,
     final_losses,
     judged,
-    last_errors,
     main_runs,
     mean_interval,
     noise_checkpoints,
@@ -58,12 +57,12 @@ def decide(found: Interval, gap: float) -> str:
     return CONTRADICTED if found.mean + found.half < gap else UNDECIDED
 
 
-def claims(runs: Record, layers: Record) -> list[Claim]:
+def claims(runs: Record, captures: Record) -> list[Claim]:
     """Judge the four claims, (iii) in two parts.
 
     Args:
         runs: The archived record of `pretrain-grid --json`.
-        layers: The archived record of `pretrain-grid --traces`.
+        captures: The record of `tables 2`.
     """
     small, large = runs.provenance["plan"]["tokens_per_step"]
     at_small, at_large = (mean_interval(relative_gaps(runs, size)) for size in (small, large))
@@ -73,7 +72,7 @@ def claims(runs: Record, layers: Record) -> list[Claim]:
             f"loss {at_small.words}",
             SUPPORTED if at_small.mean + at_small.half < LARGEST_GAP else UNDECIDED,
         ),
-        most_error_prone(layers, (small, large)),
+        most_error_prone(captures),
         Claim(
             f"(iii) With the large batch it falls behind, by {LARGEST_GAP:.1%}.",
             f"loss {at_large.words}",
@@ -84,13 +83,32 @@ def claims(runs: Record, layers: Record) -> list[Claim]:
     ]
 
 
-def most_error_prone(layers: Record, sizes: Sequence[int]) -> Claim:
-    """Judge whether dS has more error than P and O, and whether a gradient computed from dS has the largest error."""
-    traced = [errors for size in sizes for norm in (True, False) for errors in last_errors(layers, size, norm).values()]
-    above = {name: sum(errors["dS"] > errors[name] for errors in traced) for name in ("P", "O")}
-    behind = sum(max(errors, key=errors.get) in ("dQ", "dK") for errors in traced)
-    ours = f"dS has more error than P in {above['P']} of {len(traced)} traced layers, and more than O in {above['O']}"
-    holds = [count == len(traced) for count in (*above.values(), behind)]
+def layer_errors(captures: Record) -> dict[tuple[str, int], dict[str, float]]:
+    """Return capture and layer -> tensor -> relative L2 error."""
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for row in captures.rows:
+        found.setdefault((row["capture"], row["layer"]), {})[row["tensor"]] = row["rel_l2"]
+    return found
+
+
+def captured(captures: Record) -> str:
+    """Say what was captured of each model."""
+    kept, of = (captures.provenance["captures"][0]["layers_kept"][name] for name in ("kept", "captured"))
+    return f"one head; layers {', '.join(map(str, kept))} of {len(of)}, where the error of dQ is largest"
+
+
+def most_error_prone(captures: Record) -> Claim:
+    """Judge whether dS has more error than P and O, and whether a gradient computed from dS has the largest error.
+
+    Supported if all three hold in every captured layer, in part if one does.
+    """
+    found = layer_errors(captures)
+    models, layers = len({model for model, _ in found}), found.values()
+    above = {name: sum(errors["dS"] > errors[name] for errors in layers) for name in ("P", "O")}
+    behind = sum(max(errors, key=errors.get) in ("dQ", "dK") for errors in layers)
+    ours = f"dS has more error than P in {above['P']} of {len(layers)} layers of {models} trained models, and more "
+    ours += f"than O in {above['O']} ({captured(captures)})"
+    holds = [count == len(layers) for count in (*above.values(), behind)]
     return Claim(
         "(ii) dS is the tensor where errors grow.",
         f"{ours}; dQ or dK, computed from dS, has the largest error in {behind}",

@@ -11,7 +11,7 @@ from sage_course.results import claims, video
 from sage_course.results.claims import CONTRADICTED, LARGEST_GAP, PARTLY, SUPPORTED, UNDECIDED
 from sage_course.results.paired import DIRECTIONS, PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED
 from sage_course.results.pretraining import GPT, SAME_BATCH, compiled_steps, signed
-from sage_course.results.tables import LAYERS, PRETRAIN, TABLE1
+from sage_course.results.tables import PRETRAIN, TABLE1, TABLE2
 
 MAIN_N = 4096
 SPARSE_LEVELS, VIDEO_LENGTHS = "bench_sla2_h200", (32_760, 75_600)  # of the SLA2 paper's two models
@@ -54,7 +54,7 @@ def accuracy() -> list[tuple]:
 
 def training() -> list[tuple]:
     """Return the lines about pre-training with SageBwd."""
-    judged = claims.claims(read_record(PRETRAIN), read_record(LAYERS))
+    judged = claims.claims(read_record(PRETRAIN), read_record(TABLE2))
     small, fragile, large, divergence, smoothing = claims.with_gpts(judged, read_record(GPT))
     without_noise = claims.without_noise(read_record(SAME_BATCH))
     found = {

@@ -1,6 +1,6 @@
-"""Numbers from pre-training runs and gradients: losses by seed, intervals, bias against noise, errors by layer.
+"""Numbers from pre-training runs and gradients: losses by seed, intervals, bias against noise.
 
-The records are those of `pretrain`, of `noise`, and of the archived `pretrain-grid` (runs, traces of their layers).
+The records are those of `pretrain`, of `noise`, and of the archived `pretrain-grid`.
 """
 
 import itertools
@@ -134,17 +134,6 @@ def score_groups(rows: Iterable[Row]) -> list[str]:
 def bias_to_noise(row: Row, tokens_per_step: float) -> float:
     """Return |b| / sqrt(tr(Sigma) / T); NaN where no bias was found."""
     return math.sqrt(tokens_per_step / row["tokens_at_bias"]) if row["tokens_at_bias"] else math.nan
-
-
-def last_errors(record: Record, tokens_per_step: int, qk_norm: bool) -> dict[str, dict[str, float]]:
-    """Return "layer 0" -> tensor -> relative L2 error at the end of training; rows of `pretrain-grid --traces`."""
-    rows = record.select(tokens_per_step=tokens_per_step, qk_norm=qk_norm)
-    last = max(row["step"] for row in rows)
-    found: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["step"] == last:
-            found.setdefault(f"layer {row['layer']}", {})[row["tensor"]] = row["rel_l2"]
-    return found
 
 
 # The attentions of the archived `pretrain-speed`, as its record names them.

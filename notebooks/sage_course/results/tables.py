@@ -6,7 +6,7 @@ from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, 
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
 from sage_lab.records import markdown_table, read_record
 
-from sage_course.results.claims import claims, hypothesis, with_gpts, without_noise
+from sage_course.results.claims import captured, claims, hypothesis, with_gpts, without_noise
 from sage_course.results.pretraining import (
     GPT,
     PAPER_LOSSES,
@@ -20,7 +20,7 @@ from sage_course.results.pretraining import (
 )
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
-PRETRAIN, LAYERS, NOISE, PRETRAIN_SPEED = "pretrain_h200", "layers_h200", "noise_h200", "pretrain_speed_h200"
+PRETRAIN, NOISE, PRETRAIN_SPEED = "pretrain_h200", "noise_h200", "pretrain_speed_h200"
 CONTEXT_PARALLEL = "context_parallel_h100"
 ULYSSES = {
     "exact": "exact (PyTorch's pick)",
@@ -56,12 +56,9 @@ def table2() -> str:
         lines.append((name, *(f"{row['cosine']:.4f} / {row['rel_l2']:.4f}" for row in rows)))
     printed = (f"{cosine:.4f} / {rel_l2:.4f}" for cosine, rel_l2 in PAPER_TABLE2.values())
     lines.append(("paper, with QK-norm, layer 11", *printed))
-    captures = record.provenance["captures"]
-    after = sorted({"step {step:,} of {steps:,}".format(**capture["run"]) for capture in captures})
-    kept, captured = (captures[0]["layers_kept"][name] for name in ("kept", "captured"))
-    layers = f"one head; layers {', '.join(map(str, kept))} of {len(captured)}, where errors are largest"
+    after = sorted({"step {step:,} of {steps:,}".format(**x["run"]) for x in record.provenance["captures"]})
     table = markdown_table(("cosine / relative L2", *PAPER_TABLE2), lines)
-    return f"{table}\n\nOurs: {layers}; after {' and '.join(after)}."
+    return f"{table}\n\nOurs: {captured(record)}; after {' and '.join(after)}."
 
 
 def pretraining() -> str:
@@ -76,7 +73,7 @@ def pretraining() -> str:
         cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
         lines.append((f"the paper's {name}, QK-norm", *cells))
     losses = markdown_table(("final validation loss", *(f"{size:,} tokens per batch" for size in sizes)), lines)
-    judged = with_gpts(claims(runs, read_record(LAYERS)), read_record(GPT))
+    judged = with_gpts(claims(runs, read_record(TABLE2)), read_record(GPT))
     found = [claim[:3] for claim in (*judged, without_noise(read_record(SAME_BATCH)))]
     verdicts = markdown_table(("the paper says", "our runs", "verdict"), found)
     bias = hypothesis(runs, read_record(NOISE))
