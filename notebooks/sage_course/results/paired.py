@@ -29,7 +29,7 @@ def at_a_glance() -> str:
     names = {"sdpa_flash": "flash_attention_2", "sdpa_cudnn": "exact", "fa4": "flash_attention_4"}
     for row in sorted(steps.select(attention="sagebwd", devices=1), key=lambda row: row["context"]):
         ratios = {peer: relative_rate(steps, row, attention=name) for peer, name in names.items()}
-        lines[f"training step of a small Llama with SageBwd, {row['context']:,} tokens"] = ratios
+        lines[f"training step of a small Llama with SageBwd, {row['context']:,} tokens{archived(steps)}"] = ratios
     *_, (where, of) = turns(sparse.select(mask="random", **both))
     same_mask = peer_ratios(of)
     lines[f"SLA2 at 97% sparsity, {where['n_q']:,} tokens"] = same_mask | {"fa4": None}
@@ -38,7 +38,7 @@ def at_a_glance() -> str:
     for tokens in sorted({row["tokens"] for row in video.rows}):
         ms = {row["provider"]: row["ms_median"] for row in video.select(what="step", tokens=tokens)}
         ratios = {peer: ms[name] / ms["sla2"] for peer, name in names.items()}
-        lines[f"training step of a small video model with SLA2, {tokens:,} tokens"] = ratios
+        lines[f"training step of a small video model with SLA2, {tokens:,} tokens{archived(video)}"] = ratios
     peers = ("sdpa_flash", "sdpa_cudnn", "cudnn_fp8", "fa4")
     cells = [(name, *(f"{ratios[x]:#.3g}x" if ratios.get(x) else "" for x in peers)) for name, ratios in lines.items()]
     table = markdown_table(("how many times as fast as", *(PEER_NAMES[peer] for peer in peers)), cells)
@@ -54,6 +54,10 @@ def at_a_glance() -> str:
         f"{same_mask['fa4']:.2f}x as fast as FlashAttention-4, which computes no linear branch."
     )
     return f"{table}\n\n{textwrap.fill(explained, 128, break_on_hyphens=False)}"
+
+
+def archived(record: Record) -> str:
+    return ", archived" if "archived" in record.provenance else ""
 
 
 def paired_speed() -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import geometric_mean, mean, mode, stdev
 from typing import NamedTuple
 
-from sage_lab.records import Record, Row, markdown_table, read_record
+from sage_lab.records import Record, Row, markdown_table
 from scipy.special import stdtrit  # the inverse of Student's distribution
 
 from sage_ref.sagebwd.settings import SageBwdSettings
@@ -164,14 +164,15 @@ def speed_table(record: Record) -> str:
     return markdown_table(header, lines)
 
 
-def compiled_steps() -> str:
-    """Say how much faster a compiled GPT trains with SageBwd than with exact attention."""
-    record = read_record(TIMES)
+def step_times(record: Record) -> dict[int, tuple[float, float]]:
+    """Return context -> ms of a training step with exact attention and with SageBwd, from `pretrain --time`."""
     ms = {(row["context"], row["arm"]): row["ms_median"] for row in record.rows}
-    contexts = sorted({n for n, _ in ms})
-    ratios = [f"{ms[n, 'exact'] / ms[n, 'sagebwd']:.2f}x as fast at context {n:,}" for n in contexts]
-    model = f"a compiled GPT of {record.rows[0]['parameters'] / 1e6:.0f} million parameters"
-    return f"With SageBwd a step of {model} is {', '.join(ratios)} as with the kernel that PyTorch chooses"
+    return {n: (ms[n, "exact"], ms[n, "sagebwd"]) for n in sorted({n for n, _ in ms})}
+
+
+def timed_model(record: Record) -> str:
+    """Say which model `pretrain --time` timed."""
+    return f"a compiled GPT of {record.rows[0]['parameters'] / 1e6:.0f} million parameters"
 
 
 # The rules for the runs of `pretrain`, written before the first of each kind: GPTs, and small models that read

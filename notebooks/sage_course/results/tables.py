@@ -11,12 +11,14 @@ from sage_course.results.pretraining import (
     GPT,
     PAPER_LOSSES,
     SAME_BATCH,
-    compiled_steps,
+    TIMES,
     gaps_table,
     gpt_table,
     loss_summary,
     pretrain_runs,
     speed_table,
+    step_times,
+    timed_model,
 )
 
 TABLE1, TABLE2 = "table1_sweep", "table2_captures"
@@ -97,12 +99,15 @@ def pretraining_scales() -> str:
 
 
 def pretraining_speed() -> str:
-    """Return the time of a training step with exact attention and with SageBwd."""
-    record = read_record(PRETRAIN_SPEED)
+    """Return the time of a training step with exact attention and with SageBwd, now and in an archived record."""
+    times, record = read_record(TIMES), read_record(PRETRAIN_SPEED)
+    steps = [(n, exact, ours, f"{exact / ours:.2f}") for n, (exact, ours) in step_times(times).items()]
+    header = ("N", "ms per step with PyTorch's pick", "ms with SageBwd", "times as fast")
+    now = f"{markdown_table(header, steps)}\n\nA step of {timed_model(times)}, {times.timed}; {times.caption}."
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and batch"
     model += ", {tokens_per_pass:,} per pass"
     described = f"Above 1 a row is faster, {record.timed}; {model.format(**record.provenance['plan'])}, bfloat16"
-    return f"{speed_table(record)}\n\n{described}; {record.caption}. {compiled_steps()}."
+    return f"{now}\n\n{speed_table(record)}\n\n{described}; {record.caption}."
 
 
 def parallel() -> str:
