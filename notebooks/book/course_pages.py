@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from docutils import nodes
-from sage_course.outline import INSTALL, ON_COLAB, colab_address, file_address, notebooks
+from sage_course.outline import INSTALL, ON_COLAB, colab_address, file_address, homework_minutes, notebooks
 from sage_lab.records import REPOSITORY, markdown_table
 from sphinx import addnodes
 from sphinx.application import Sphinx
@@ -155,14 +155,20 @@ class LinksToTheReference(SphinxPostTransform):
 
 
 class CourseMap(SphinxDirective):
-    """The table of all notebooks with their minutes."""
+    """The table of all notebooks with the minutes of lesson and homework."""
 
     def run(self) -> list[nodes.Node]:
         rows = [
-            (number, f"[{title}](/{path.as_posix()})", minutes, f"[Colab]({colab_address(path)})")
+            (
+                number,
+                f"[{title}](/{path.as_posix()})",
+                minutes,
+                homework_minutes(path),
+                f"[Colab]({colab_address(path)})",
+            )
             for path, number, title, minutes in notebooks()
         ]
-        return self.parse_text_to_nodes(markdown_table(("", "notebook", "minutes", ""), rows))
+        return self.parse_text_to_nodes(markdown_table(("", "notebook", "minutes", "homework", ""), rows))
 
 
 class ExerciseMap(SphinxDirective):

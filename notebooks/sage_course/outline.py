@@ -1,8 +1,9 @@
 """The course's notebooks: what their first cells say, where they lie in public, and the frame that they all have.
 
-The frame is a link and a cell for Colab at the top, a link to the answers below the exercises, and the tags of outputs
-that nbval doesn't compare. The address of the public repository stands in pyproject.toml alone, and the outputs with
-their reasons in notebooks/not_compared.toml; `python -m sage_course` writes both into every notebook.
+The frame is a link and a cell for Colab at the top, the minutes of the exercises at the end, which are homework, a link
+to their answers, and the tags of outputs that nbval doesn't compare. The address of the public repository stands in
+pyproject.toml alone, and the outputs with their reasons in notebooks/not_compared.toml; `python -m sage_course` writes
+all of it into every notebook.
 """
 
 import json
@@ -19,6 +20,7 @@ BRANCH = "main"
 COPIES = "reader"  # the branch of the reader's copies, in my/; .github/workflows/reader.yml pushes it
 INSTALL = "install-on-colab"  # the cell's id
 ON_COLAB = re.compile(r"\n*\[Open this notebook on Colab\]\(.*\)\.\s*\Z")
+HOMEWORK = re.compile(r"(?<=\*\*Homework\*\* about )\d+")  # minutes, in the first cell
 ANSWERS = re.compile(r"\n*^Answers to the open questions: \[.*$", re.MULTILINE)
 UNSEEN_CODE = {"hide-input", "hide-cell", "remove-cell"}  # tags
 NOT_COMPARED = "nbval-ignore-output"
@@ -40,7 +42,8 @@ class Notebook(NamedTuple):
 class Load(NamedTuple):
     """The work that a notebook asks of its reader."""
 
-    minutes: int  # as its first cell says
+    minutes: int  # as its first cell says, in one sitting
+    homework: int  # minutes of the exercises at its end, in a second sitting
     lines: int  # of code that is not folded
     numbers: int  # in its outputs
     gaps: int
@@ -69,7 +72,7 @@ def notebooks() -> list[Notebook]:
     return [notebook_facts(path.relative_to(REPOSITORY), "".join(x[0]["source"])) for path, x in cells.items()]
 
 
-def exercise_minutes(path: Path) -> int:
+def homework_minutes(path: Path) -> int:
     """Add up the minutes of the exercises at a notebook's end."""
     text = (REPOSITORY / path).read_text(encoding="utf-8")
     return sum(int(minutes) for minutes in re.findall(r"\*\* \((?:easy|medium|hard), (\d+) minutes\)", text))
@@ -90,7 +93,8 @@ def load(path: Path) -> Load:
             if "image/png" not in data:  # its text is as in "Figure(640x480)"
                 shown = output.get("text") or data.get("text/markdown") or data.get("text/plain", "")
                 numbers += len(NUMBER.findall("".join(shown)))
-    return Load(notebook_facts(path, "".join(cells[0]["source"])).minutes, lines, numbers, gaps)
+    minutes = notebook_facts(path, "".join(cells[0]["source"])).minutes
+    return Load(minutes, homework_minutes(path), lines, numbers, gaps)
 
 
 def project() -> dict[str, Any]:
@@ -128,8 +132,8 @@ def framed(text: str, path: Path, repository: str) -> str:
     """
     notebook = json.loads(text)
     first, *cells = notebook["cells"]
-    link = f"[Open this notebook on Colab]({colab_address(path, repository)})."  # JupyterLab can't show a badge
-    _rewrite(first, ON_COLAB.sub("", "".join(first["source"])) + f"\n\n{link}")
+    link = f"\n\n[Open this notebook on Colab]({colab_address(path, repository)})."  # JupyterLab can't show a badge
+    _rewrite(first, ON_COLAB.sub("", HOMEWORK.sub(str(homework_minutes(path)), "".join(first["source"]))) + link)
     cells = [cell for cell in cells if cell.get("id") != INSTALL]
     counted = all(cell["execution_count"] for cell in cells if cell["cell_type"] == "code")
     install = {"cell_type": "code", "execution_count": None, "id": INSTALL, "metadata": {}, "outputs": [], "source": []}

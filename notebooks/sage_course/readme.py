@@ -14,8 +14,8 @@ from sage_lab.records import REPOSITORY, as_json, markdown_table, read_record
 from sage_course.figures import Film, forward_film, overview_figure
 from sage_course.outline import (
     colab_address,
-    exercise_minutes,
     framed,
+    homework_minutes,
     notebook_files,
     notebooks,
     project,
@@ -30,13 +30,13 @@ def course_map() -> str:
     """Return the table of all notebooks: title and minutes. Parts of one number ("08", "08b") share a line."""
     lines: dict[str, list[tuple[str, str]]] = {}
     for path, number, title, minutes in notebooks():
-        shown = f"{minutes} ({exercise_minutes(path)})"
-        lines.setdefault(number[:2], []).append((f"[{title}]({path.as_posix()})", shown))
+        part = f"[{title}]({path.as_posix()})", f"{minutes} ({homework_minutes(path)})"
+        lines.setdefault(number[:2], []).append(part)
     rows = [
         (number, ", ".join(title for title, _ in parts), " + ".join(minutes for _, minutes in parts))
         for number, parts in lines.items()
     ]
-    return markdown_table(("", "notebook", "minutes (and for the exercises at its end)"), rows)
+    return markdown_table(("", "notebook", "minutes (and of its homework, a second sitting)"), rows)
 
 
 FILM_DATA = (((4, 8), 3), ((8, 3), 4))  # size and seed of scores and values
@@ -49,16 +49,15 @@ WAYS_IN: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def ways_in() -> str:
-    """Return the table of three ways into the course, with the minutes that the notebooks state."""
+    """Return the table of three ways into the course, with the minutes of their lessons and of their homework."""
     lines = []
     for time, (numbers, result) in WAYS_IN.items():
         chosen = [x for x in notebooks() if (x.number in numbers if numbers else "optional" not in x.title.lower())]
         links = [f"[{number}]({path.as_posix()})" for path, number, _, _ in chosen]
         names = ", ".join(links) if numbers else f"{links[0]} to {links[-1]}, all {len(links)} that aren't optional"
-        alone = sum(notebook.minutes for notebook in chosen)
-        minutes = alone, alone + sum(exercise_minutes(x.path) for x in chosen)
+        minutes = sum(x.minutes for x in chosen), sum(homework_minutes(x.path) for x in chosen)
         lines.append((time, f"notebook{'s' * (len(links) > 1)} {names}", *map(in_hours, minutes), result))
-    return markdown_table(("you have", "take", "it takes", "with its exercises", "afterwards"), lines)
+    return markdown_table(("you have", "take", "lessons", "homework", "afterwards"), lines)
 
 
 def in_hours(minutes: int) -> str:
