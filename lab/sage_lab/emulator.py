@@ -14,6 +14,7 @@ import random
 import re
 import threading
 from types import FunctionType, SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -111,6 +112,7 @@ class Place:
     def __init__(self, tile: Tensor, machine: "Machine"):
         self.tile, self.readers, self.is_fenced, self.machine = tile, 0, True, machine
         self.before_reads = []  # matmuls that were in flight when registers read it
+        self.sharing = [self]  # all places in the same memory
 
     @property
     def shape(self):
@@ -124,17 +126,8 @@ class Place:
         assert (dtype, [1, *shape]) == (self.dtype, [*self.shape])
         return Part(self)
 
-    def permute(self, order):
-        return Part(self).permute(order)
-
-    def load(self, layout):
-        return Part(self).load(layout)
-
-    def store(self, x):
-        Part(self).store(x)
-
-    def slice(self, first, count, axis=0):
-        return Part(self).slice(first, count, axis)
+    def __getattr__(self, name):
+        return getattr(Part(self), name)
 
 
 class Part:
@@ -164,17 +157,9 @@ class Part:
 
     def store(self, x):
         assert self.place.readers == 0, "a tile is overwritten while it is read"
-        assert (x.shape, x.dtype) == (self.view().shape, self.place.tile.dtype)
+        assert (x.shape, x.dtype) == (self.view().shape, self.dtype)
         self.view().copy_(x)
         self.place.is_fenced = False
-
-
-class Places:
-    def __init__(self, places: list, shape: list[int]):
-        self.places, self.shape = places, shape
-
-    def index(self, i):
-        return self.places[int(i)]
 
 
 class Barrier:
@@ -183,6 +168,23 @@ class Barrier:
     def settle(self):
         if self.pending == 0 and self.bytes == 0:
             self.phase, self.pending = self.phase ^ 1, self.count
+
+
+class Places(NamedTuple):
+    places: list[Place | Barrier]
+    shape: list[int]
+
+    def index(self, i):
+        return self.places[int(i)]
+
+    def _reinterpret(self, dtype, shape, layout):
+        """Return other places in the same memory."""
+        made = self.places[0].machine.allocate(dtype, shape, layout)
+        for place in self.places:
+            place.sharing += made.places
+        for place in made.places:
+            place.sharing += self.places
+        return made
 
 
 class Product:
@@ -330,12 +332,13 @@ class Machine:
         self.pause()
 
     def copy(self, descriptor, coordinates, barrier, place):
-        assert place.readers == 0, "a tile is overwritten while a matmul reads it"
-        ended = all(matmul.result is not None for matmul in place.before_reads)
-        assert ended or not self.slow_reads, "a tile is overwritten while registers may still read it"
-        place.before_reads = []
         assert coordinates[-1] * place.tile.itemsize % 16 == 0, "the copy engine fetches from multiples of 16 bytes"
-        place.tile = torch.full_like(place.tile, 77)
+        for lost in place.sharing:
+            assert lost.readers == 0, "a tile is overwritten while a matmul reads it"
+            ended = all(matmul.result is not None for matmul in lost.before_reads)
+            assert ended or not self.slow_reads, "a tile is overwritten while registers may still read it"
+            lost.before_reads = []
+            lost.tile = torch.full_like(lost.tile, 77)
 
         def arrive():
             place.tile = descriptor.tile(*coordinates)

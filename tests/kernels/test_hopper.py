@@ -94,6 +94,7 @@ MISTAKES = [
     ("sla2 backward", SPARSE, Changed(
         linear_queries_hopper.hand_over, "mbarrier.arrive(shared.q_share.ready.index(0), count=1)"), "deadlock"),
     ("sla2 matched", SPARSE, Changed(keys_hopper.query_tile, "release(rings.q_hat, n)"), "deadlock"),
+    ("sla2 backward", SPARSE, Changed(keys_hopper.linear_share, "dk_phi = ", "release(rings.dh, 0); dk_phi = "), EARLY),
 ]  # fmt: skip
 
 

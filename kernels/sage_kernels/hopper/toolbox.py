@@ -490,11 +490,3 @@ def stored_tokens(pointer, head, first, n, heads_per_row, D: gl.constexpr, DP: g
     mask = (first + row < n)[:, None] & (d < D)[None, :]
     rows, stride = tokens_from(pointer, head, first, n, heads_per_row, D)
     return gl.load(rows + row[:, None] * stride + d[None, :], mask=mask, other=0.0)
-
-
-@gluon.jit
-def add_tokens(pointer, x, head, first, n, heads_per_row, D: gl.constexpr, DP: gl.constexpr):
-    """Add x [ROWS, DP] to what `store_tokens` has stored there."""
-    layout: gl.constexpr = x.type.layout
-    x += stored_tokens(pointer, head, first, n, heads_per_row, D, DP, layout).to(gl.float32)
-    store_tokens(pointer, x, head, first, n, heads_per_row, D, DP)

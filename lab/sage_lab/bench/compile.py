@@ -165,7 +165,7 @@ def sla2_cases(capability: int) -> Iterator[Case]:
     known = [(LEVELS[level].kernel, level) for level in runnable(LEVELS, capability)]
     known += [("sla2_mix", 1), ("sla2_prepare", 3)]  # which makes Q^ and V^ as well
     known += [(kernel, 0) for kernel in (*BACKWARD_KERNELS, "sla2_join")]
-    known += [(kernel, 1) for kernel in (*HOPPER_BACKWARD, *SLA2_MATCHED, "sla2_linear_key") if capability == 90]
+    known += [(kernel, 1) for kernel in (*HOPPER_BACKWARD, *SLA2_MATCHED) if capability == 90]
     for head_dim in HEAD_DIMS:
         for kernel, level in known:
             yield Case(kernel, level, capability, head_dim, False)

@@ -1,17 +1,22 @@
-"""The sparse branch's share of dK and dV on Hopper: two small programs to a multiprocessor, each with one warpgroup.
+"""dK and dV on Hopper, of both branches: two small programs to a multiprocessor, each with one warpgroup.
 
 A block of 64 keys is all that one warpgroup can have: dK and dV take 128 registers of a thread, S and dP 64 more.
 Two warpgroups of one program would share no more than the tiles of queries, and would have to add up their sums. So a
 program has one block of keys, or a piece of its list, and while its warpgroup waits, the other program's goes on.
 
-    loading warp   K V | Q dO  Q dO  Q dO ...   in tiles of 64 queries, two in flight, with their L and delta
-    a warpgroup    S^T, dP^T started | wait for S^T | P^T | dV += P^T dO started | dS^T | dK += dS^T Q started | wait
+    loading warp   K V dh | Q dO  Q dO  Q dO ...   in tiles of 64 queries, two in flight, with their L and delta
+    a warpgroup    dV = phi(K) dh, dK from V dh^T | for each tile of queries:
+                   S^T, dP^T started | wait for S^T | P^T | dV += P^T dO started | dS^T | dK += dS^T Q started | wait
+
+The sums begin with the linear branch's share. dh_j lies where tiles of Q will, so the first of them waits until it has
+been read. A piece begins with zeros: the program that adds up pieces adds the linear share, too.
 
 K and V stay in shared memory: with them in registers there is no room for the sums. P^T and dS^T go from the
 accumulators to the next matmul's left operand within their thread.
 
-Matched, S is the product of the forward's INT8 copies. Then K^ takes K's place, and Q is there for dS^T Q alone. Only
-the loading warp reads the lists, so it also puts the scale of each tile of Q^ into shared memory.
+Matched, S is the product of the forward's INT8 copies. Then K^ takes K's place, and Q is there for dS^T Q alone. K
+itself, of which phi is computed, lies where tiles of Q^ will. Only the loading warp reads the lists, so it also puts
+the scale of each tile of Q^ into shared memory.
 
 Expect: limited by shared memory, from which S^T and dP^T read both of their sides, and by the L2 cache, which delivers
 32 KB for every 64 x 64 scores. What came is in kernels/NOTES.md.
@@ -25,21 +30,27 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from sage_kernels.common.launch import Launch
 from sage_kernels.common.launcher import Start, start_with_triton
-from sage_kernels.common.memory import heads_per_row
+from sage_kernels.common.memory import empty_in_layout_of, heads_per_row
 from sage_kernels.common.quantize import padded_head_dim, padded_length
-from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients, run_join, run_linear_key
+from sage_kernels.sla2.backward.program import BackwardInputs, QueryGradients, run_join
+from sage_kernels.sla2.forward.level4_hopper import softmax_features
 from sage_kernels.sla2.lists import BlockLists
 from sage_kernels.sla2.pieces import pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 
 from sage_kernels.hopper.toolbox import (  # isort: skip
-    LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, add_tokens, allocate, descriptor, fast_exp2, fetch,
-    fetch_tokens, fetch_tokens_with_line, fetched_tokens, matrix, operand_16bit, release, ring, start_16bit,
-    start_int8,
+    LOADING_REGISTERS, ROWS, accumulator_16bit, acquire, allocate, descriptor, fast_exp2, fetch,
+    fetch_tokens, fetch_tokens_with_line, fetched_tokens, matrix, operand_16bit, release, ring, ring_of,
+    start_16bit, start_int8, store_tokens,
 )  # fmt: skip
 
 PLACES = gl.constexpr(2)  # tiles of Q and of dO in flight
@@ -49,6 +60,7 @@ LINE = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=1))
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 REGISTERS = 232  # of a computing thread, when the loading warps have given theirs
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
+SMALLEST_SCALE = 1e-20  # in place of a smaller c, by which dK could not be divided; it adds as good as nothing to dK
 LAUNCHES = {"sla2_key_hopper": Launch(ROWS.value, MASK_BLOCK_KV, 4, PLACES.value, REGISTERS)}
 
 
@@ -63,6 +75,7 @@ class Sizes(NamedTuple):
     all_places: int
     kv_blocks: int  # in one head of the INT8 copies, the last ones padded
     width: int  # places for query blocks in a list
+    sums_rows: int  # rows dh_j of a head
     # Heads that are side by side in a row of memory: one, or all where a tensor is [B, N, H, D] in memory.
     k_heads_per_row: int
     v_heads_per_row: int
@@ -75,20 +88,19 @@ class Sizes(NamedTuple):
 SIZES = Sizes._fields
 
 # Arguments that travel together
-Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta q_hat")  # k: of K^ if there is a q_hat
-Rings = namedtuple("Rings", "k v q do q_hat")
+Descriptors = namedtuple("Descriptors", "k v q do log_sum_exp delta q_hat dh raw_k")  # k: of K^ if there is a q_hat
+Rings = namedtuple("Rings", "k v q do q_hat dh raw_k")  # raw_k is k if there is no q_hat
 # A number for each query of a tile, with the tiles of Q and dO; the scale of a tile of Q^ is the first of its line.
 Lines = namedtuple("Lines", "log_sum_exp delta q_scale")
-Pointers = namedtuple("Pointers", "q_scale k_scale entries counts first_pieces piece_blocks dk dv partial")
-Work = namedtuple("Work", "kv_head first_head block first_list begin end is_piece")
+Pointers = namedtuple("Pointers", "q_scale k_scale entries counts first_pieces piece_blocks dk dv partial dsums")
+Work = namedtuple("Work", "kv_head first_head block first_list begin end is_piece is_busy")
 
 
 @gluon.jit
 def work_of(pointers, sizes):
     """Return this program's part of the lists of a block of keys: [begin, end) of its query heads' lists, end to end.
 
-    Pieces come first; none is empty. A place without a piece, and a block whose pieces do the work, have nothing:
-    begin = end.
+    Pieces come first; none is empty. A place without a piece is not busy, nor is a block whose pieces do the work.
     """
     t = gl.program_id(0)
     is_piece = t < sizes.all_places
@@ -109,8 +121,8 @@ def work_of(pointers, sizes):
     share = (length + gl.maximum(pieces, 1) - 1) // gl.maximum(pieces, 1)
     begin = gl.where(is_piece, t % sizes.places - first_piece, 0) * share
     end = gl.minimum(begin + share, length)
-    is_idle = (block < 0) | ((t >= sizes.all_places) & (pieces > 0))
-    return Work(kv_head, first_head, j, first_list, begin, gl.where(is_idle, begin, end), is_piece)
+    is_busy = (block >= 0) & (is_piece | (pieces == 0))
+    return Work(kv_head, first_head, j, first_list, begin, end, is_piece, is_busy)
 
 
 @gluon.jit
@@ -123,15 +135,18 @@ def fetch_q_hat(rings, lines, n, descriptors, pointers, row):
 
 @gluon.jit
 def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
-    """Load K or K^ and V, then the tiles of Q^, Q and dO of every listed block of queries."""
+    """Load K, K^, V and dh, then the tiles of Q^, Q and dO of every listed block of queries."""
     work = work_of(pointers, sizes)
-    if work.begin < work.end:
+    if work.is_busy:
         first_key = work.block * BLOCK_KV
-        if rings.q_hat is None:
-            fetch_tokens(rings.k, 0, descriptors.k, work.kv_head, first_key, sizes.k_heads_per_row, DP)
-        else:
+        if rings.q_hat is not None:
             fetch(rings.k, 0, descriptors.k, (work.kv_head * sizes.kv_blocks + work.block) * BLOCK_KV, 0)
+        if (rings.q_hat is None) | (work.is_piece == 0):
+            fetch_tokens(rings.raw_k, 0, descriptors.raw_k, work.kv_head, first_key, sizes.k_heads_per_row, DP)
         fetch_tokens(rings.v, 0, descriptors.v, work.kv_head, first_key, sizes.v_heads_per_row, DP)
+        if work.is_piece == 0:
+            fetch(rings.dh, 0, descriptors.dh, (work.kv_head * sizes.sums_rows + work.block) * (DP + 1), 0)
+            mbarrier.wait(rings.dh.empty.index(0), 0)
         # The first entry is in the body, too: Triton 3.7 freezes what only the bounds of a nested loop use, see NOTES.
         passed, n = 0, 0  # entries in the lists of the heads before; tiles
         for g in range(0, sizes.group_size):
@@ -189,20 +204,35 @@ def query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, s, DP: gl.constexpr):
 
 
 @gluon.jit
-def store_partial(pointer, x, DP: gl.constexpr):
-    """Store a sum of a piece, float32 [ROWS, DP], for the program that adds up the pieces."""
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, accumulator_16bit(DP)))
-    d = gl.arange(0, DP, gl.SliceLayout(0, accumulator_16bit(DP)))
-    gl.store(pointer + row[:, None] * DP + d[None, :], x)
+def linear_share(work, rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr):
+    """Return the linear branch's share of dK_j and dV_j [Bkv, D]: Alg. 3, steps 9 and 10, and dK's part of 11."""
+    layout: gl.constexpr = accumulator_16bit(DP)
+    k_j, v_j, dh_j = matrix(acquire(rings.raw_k, 0)), matrix(acquire(rings.v, 0)), acquire(rings.dh, 0)
+    k_phi = softmax_features(k_j.load(layout).to(gl.float32), D)
+    nothing = gl.zeros([ROWS, DP], gl.float32, layout)
+    left = gl.convert_layout(k_phi.to(dh_j.dtype), operand_16bit(DP))
+    dv_j = warpgroup_mma_wait(0, deps=(warpgroup_mma(left, dh_j, nothing, use_acc=False, is_async=True),))
+    if v_j.dtype != dh_j.dtype:
+        v_j = v_j.load(operand_16bit(DP)).to(dh_j.dtype)
+    product = start_16bit(v_j, dh_j, DP)
+    row = (work.kv_head * sizes.sums_rows + work.block).to(gl.int64) * (DP + 1) + DP
+    dz_j = gl.load(pointers.dsums + row * DP + gl.arange(0, DP, gl.SliceLayout(0, layout))).to(gl.float32)
+    dk_phi = warpgroup_mma_wait(0, deps=(product,)) + dz_j[None, :]
+    k_phi = softmax_features(k_j.load(layout).to(gl.float32), D)  # again: to keep it takes registers that there aren't
+    release(rings.dh, 0)
+    return k_phi * (dk_phi - gl.sum(k_phi * dk_phi, 1)[:, None]), dv_j
 
 
 @gluon.jit
 def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: gl.constexpr):
-    """Sum dK and dV of one block of keys, or of a piece of its list."""
+    """Sum dK and dV of one block of keys, or of a piece of its list. The sum of dK is without its factor c."""
     work = work_of(pointers, sizes)
     dk_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
     dv_j = gl.zeros([ROWS, DP], gl.float32, accumulator_16bit(DP))
-    if work.begin < work.end:
+    if work.is_busy:
+        if work.is_piece == 0:
+            dk_j, dv_j = linear_share(work, rings, pointers, sizes, D, DP)
+            dk_j *= 1.0 / scale
         if rings.q_hat is None:
             k_j, s = matrix(acquire(rings.k, 0)), log2_scale
         else:
@@ -211,21 +241,21 @@ def key_rows(rings, lines, pointers, sizes, log2_scale, scale, D: gl.constexpr, 
         for n in range(0, (work.end - work.begin) * HALVES):
             dk_j, dv_j = query_tile(dk_j, dv_j, k_j, v_j, n, rings, lines, s, DP)
         if work.is_piece:
-            partial = pointers.partial + gl.program_id(0).to(gl.int64) * (2 * ROWS * DP)
-            store_partial(partial, dk_j, DP)
-            store_partial(partial + ROWS * DP, dv_j, DP)
+            place = 2 * gl.program_id(0)
+            store_tokens(pointers.partial, dk_j, place, 0, ROWS, 1, DP, DP)
+            store_tokens(pointers.partial, dv_j, place + 1, 0, ROWS, 1, DP, DP)
         else:
             first_key = work.block * BLOCK_KV
-            add_tokens(pointers.dk, dk_j * scale, work.kv_head, first_key, sizes.n_k, sizes.dk_heads_per_row, D, DP)
-            add_tokens(pointers.dv, dv_j, work.kv_head, first_key, sizes.n_k, sizes.dv_heads_per_row, D, DP)
+            store_tokens(pointers.dk, dk_j * scale, work.kv_head, first_key, sizes.n_k, sizes.dk_heads_per_row, D, DP)
+            store_tokens(pointers.dv, dv_j, work.kv_head, first_key, sizes.n_k, sizes.dv_heads_per_row, D, DP)
 
 
 @gluon.jit(do_not_specialize=SIZES)
 def sla2_key_hopper_program(
     k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
-    q_hat_descriptor, q_scale_ptr, k_scale_ptr,
-    entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr,
-    heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, kv_blocks, width,
+    q_hat_descriptor, dh_descriptor, raw_k_descriptor, q_scale_ptr, k_scale_ptr,
+    entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr, partial_ptr, dsums_ptr,
+    heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, kv_blocks, width, sums_rows,
     k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     log2_scale, scale, D: gl.constexpr, DP: gl.constexpr,
 ):  # fmt: skip
@@ -233,13 +263,14 @@ def sla2_key_hopper_program(
 
     q_hat_descriptor None: scores in 16 bit.
     """
-    rings = Rings(
-        ring(k_descriptor, 1, 1),
-        ring(v_descriptor, 1, 1),
-        ring(q_descriptor, PLACES, 1),
-        ring(do_descriptor, PLACES, 1),
-        None if q_hat_descriptor is None else ring(q_hat_descriptor, PLACES, 1),
-    )
+    k, q = ring(k_descriptor, 1, 1), ring(q_descriptor, PLACES, 1)
+    raw_k, q_hat = k, None
+    if q_hat_descriptor is not None:
+        q_hat = ring(q_hat_descriptor, PLACES, 1)
+        raw_k = q_hat.tiles._reinterpret(raw_k_descriptor.dtype, [1, 1, ROWS, DP], raw_k_descriptor.layout)
+        raw_k = ring_of(raw_k, 1, 1)
+    dh = q.tiles._reinterpret(dh_descriptor.dtype, [PLACES * ROWS // DP, DP, DP], dh_descriptor.layout)
+    rings = Rings(k, ring(v_descriptor, 1, 1), q, ring(do_descriptor, PLACES, 1), q_hat, ring_of(dh, 1, 1), raw_k)
     lines = Lines(
         allocate(log_sum_exp_descriptor, PLACES),
         allocate(delta_descriptor, PLACES),
@@ -248,14 +279,14 @@ def sla2_key_hopper_program(
     fence_async_shared()
     descriptors = Descriptors(
         k_descriptor, v_descriptor, q_descriptor, do_descriptor, log_sum_exp_descriptor, delta_descriptor,
-        q_hat_descriptor,
+        q_hat_descriptor, dh_descriptor, raw_k_descriptor,
     )  # fmt: skip
     pointers = Pointers(
         q_scale_ptr, k_scale_ptr, entries_ptr, counts_ptr, first_pieces_ptr, piece_blocks_ptr, dk_ptr, dv_ptr,
-        partial_ptr,
+        partial_ptr, dsums_ptr,
     )  # fmt: skip
     sizes = Sizes(
-        heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, kv_blocks, width,
+        heads, group_size, n_q, n_k, n_q_padded, key_blocks, places, all_places, kv_blocks, width, sums_rows,
         k_heads_per_row, v_heads_per_row, q_heads_per_row, do_heads_per_row, dk_heads_per_row, dv_heads_per_row,
     )  # fmt: skip
     gl.warp_specialize(
@@ -276,30 +307,32 @@ def run_key_hopper(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute dK and dV, as `run_key` does: the linear branch's share, then this program's, then the pieces'.
+    """Compute dK and dV, as `run_key` does: by this program, and of blocks in pieces by the one that adds them up.
 
     S is matched if the inputs have Q^ and K^.
     """
     query, key = inputs.query, inputs.key
     heads, n_q, head_dim = query.shape[1:]
     batch, kv_heads, n_k = key.shape[:3]
-    dk, dv = outputs = run_linear_key(inputs, grad_sums, start)
+    dk, dv = outputs = empty_in_layout_of(inputs.key), empty_in_layout_of(inputs.value)
     pieces = pieces_of(lists.counts, kv_heads, start)
     dp, places, key_blocks = padded_head_dim(head_dim), pieces.blocks.shape[2], pieces.first.shape[2] - 1
     partial = query.new_empty(*pieces.blocks.shape, 2, MASK_BLOCK_KV, dp, dtype=torch.float32)
     fetched, rows = zip(*(fetched_tokens(x) for x in (key, inputs.value, query, inputs.grad_output)), strict=True)
     sizes = Sizes(
         heads, heads // kv_heads, n_q, n_k, gradients.delta.shape[-1], key_blocks, places, batch * kv_heads * places,
-        padded_length(n_k) // MASK_BLOCK_KV, lists.entries.shape[-1], *rows, heads_per_row(dk), heads_per_row(dv),
+        padded_length(n_k) // MASK_BLOCK_KV, lists.entries.shape[-1], grad_sums.shape[2], *rows,
+        heads_per_row(dk), heads_per_row(dv),
     )  # fmt: skip
-    k, *others = (descriptor(x, 1, ROWS.value, dp) for x in fetched)
-    q_hat = q_scale = k_scale = None
+    raw_k, *others = (descriptor(x, 1, ROWS.value, dp) for x in fetched)
+    k, q_hat, q_scale, k_scale = raw_k, None, None, None
     if inputs.q_hat is not None:
         q_hat, q_scale = descriptor(inputs.q_hat.values, ROWS.value, dp), inputs.q_hat.scale
         k, k_scale = descriptor(inputs.k_hat.values, ROWS.value, dp), inputs.k_hat.scale
     arguments = (
         k, *others, descriptor(gradients.alpha_log_sum_exp, ROWS.value), descriptor(gradients.delta, ROWS.value),
-        q_hat, q_scale, k_scale, *lists, *pieces, dk, dv, partial, *sizes, scale * math.log2(math.e), scale,
+        q_hat, descriptor(grad_sums.view(-1, dp), dp, dp), raw_k, q_scale, k_scale, *lists, *pieces, dk, dv, partial,
+        grad_sums, *sizes, scale * math.log2(math.e), math.copysign(max(abs(scale), SMALLEST_SCALE), scale),
     )  # fmt: skip
     grid = (batch * kv_heads * (places + key_blocks),)
     start(sla2_key_hopper_program, grid, arguments, {"D": head_dim, "DP": dp}, OPTIONS)

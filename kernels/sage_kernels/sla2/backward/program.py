@@ -37,7 +37,7 @@ from sage_kernels.sla2.pieces import Pieces, pieces_of
 from sage_kernels.sla2.routing import MASK_BLOCK_KV, MASK_BLOCK_Q
 from sage_ref.sla2.blocks import block_count
 
-JOIN_WARPS = LINEAR_KEY_WARPS = 8
+JOIN_WARPS = 8
 
 
 class BackwardInputs(NamedTuple):
@@ -340,23 +340,6 @@ def sla2_join_program(
     store_key_gradients(dk_j, dv_j, out, key, n_k, scale, D, DP)
 
 
-@triton.jit(do_not_specialize=["n_k", "sums_rows"])
-def sla2_linear_key_program(
-    k_strided, v_strided, dsums_ptr, dk_strided, dv_strided, kv_heads, n_k, sums_rows,
-    D: tl.constexpr, DP: tl.constexpr, MASK_BLOCK_KV: tl.constexpr,
-):  # fmt: skip
-    """Compute one block of keys of one head: Alg. 3, steps 9, 10, dK's part of 11; others add to it."""
-    j, kv_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    batch, h = kv_head // kv_heads, kv_head % kv_heads
-    k = Operand(head_of(k_strided, batch, h), k_strided.stride_n)
-    v = Operand(head_of(v_strided, batch, h), v_strided.stride_n)
-    dk = Operand(head_of(dk_strided, batch, h), dk_strided.stride_n)
-    dv = Operand(head_of(dv_strided, batch, h), dv_strided.stride_n)
-    out = KeyGradients(k, v, dsums_ptr + (kv_head * sums_rows + j) * DP * (DP + 1), dk, dv)
-    key, nothing = j * MASK_BLOCK_KV + tl.arange(0, MASK_BLOCK_KV), tl.zeros([MASK_BLOCK_KV, DP], tl.float32)
-    store_key_gradients(nothing, nothing, out, key, n_k, 0.0, D, DP)
-
-
 def empty_gradients(inputs: BackwardInputs) -> QueryGradients:
     """Allocate the gradients; dQ is laid out as Q is."""
     lines = (torch.empty_like(inputs.log_sum_exp) for _ in range(3))
@@ -467,18 +450,3 @@ def run_join(
     )  # fmt: skip
     constants = {"D": key.shape[3], "DP": padded_head_dim(key.shape[3]), "MASK_BLOCK_KV": MASK_BLOCK_KV}
     start(sla2_join_program, (pieces.blocks.numel(),), arguments, constants, {"num_warps": JOIN_WARPS})
-
-
-def run_linear_key(inputs: BackwardInputs, grad_sums: Tensor, start: Start) -> tuple[Tensor, Tensor]:
-    """Compute the linear branch's share of dK and dV. grad_sums: dh_j and dz_j, [B, Hkv, Tn padded, Dp (Dp + 1)]."""
-    key, value = (last_axis_contiguous(x) for x in (inputs.key, inputs.value))
-    batch, kv_heads, n_k, head_dim = key.shape
-    dk, dv = empty_in_layout_of(inputs.key), empty_in_layout_of(inputs.value)
-    arguments = (
-        strided(key), strided(value), grad_sums, strided(dk), strided(dv),
-        kv_heads, n_k, grad_sums.shape[2],
-    )  # fmt: skip
-    grid, options = (block_count(n_k, MASK_BLOCK_KV), batch * kv_heads), {"num_warps": LINEAR_KEY_WARPS}
-    constants = {"D": head_dim, "DP": padded_head_dim(head_dim), "MASK_BLOCK_KV": MASK_BLOCK_KV}
-    start(sla2_linear_key_program, grid, arguments, constants, options)
-    return dk, dv
