@@ -39,6 +39,11 @@ from sage_course.results.pretraining import (
 
 SUPPORTED, PARTLY, UNDECIDED = "supported", "supported in part", "cannot be decided"
 CONTRADICTED, UNTESTED = "contradicted at our size", "not tested at our size"
+UNOBSERVED = "not observed at our size"
+SMALL_BATCH = "(i) With the small batch SageBwd trains as well as exact attention."
+LARGE_BATCH = f"(iii) With the large batch it falls behind, by {LARGEST_GAP:.1%}."
+WITHOUT_NORM = "(iii) With the large batch and without QK-norm it diverges."
+SMOOTHING = "(iv) K-smoothing is needed, Q-smoothing adds nothing."
 # Of the claim that an arm ends behind, by the verdict on its gaps.
 WHERE_BEHIND = {"behind": SUPPORTED, "level": CONTRADICTED, "ahead": CONTRADICTED, "undecided": UNDECIDED}
 
@@ -68,13 +73,13 @@ def claims(runs: Record, captures: Record) -> list[Claim]:
     at_small, at_large = (mean_interval(relative_gaps(runs, size)) for size in (small, large))
     return [
         Claim(
-            "(i) With the small batch SageBwd trains as well as exact attention.",
+            SMALL_BATCH,
             f"loss {at_small.words}",
             SUPPORTED if at_small.mean + at_small.half < LARGEST_GAP else UNDECIDED,
         ),
         most_error_prone(captures),
         Claim(
-            f"(iii) With the large batch it falls behind, by {LARGEST_GAP:.1%}.",
+            LARGE_BATCH,
             f"loss {at_large.words}",
             decide(at_large, LARGEST_GAP) if large > min(PAPER_LOSSES) else UNTESTED,
         ),
@@ -121,9 +126,9 @@ def divergence(runs: Record, large: int) -> Claim:
     rows = runs.select(attention="sagebwd", qk_norm=False, tokens_per_step=large)
     lost = sum(bool(row["diverged"]) for row in rows)
     return Claim(
-        "(iii) With the large batch and without QK-norm it diverges.",
+        WITHOUT_NORM,
         f"{lost} of {len(rows)} runs diverged",
-        SUPPORTED if lost else "not observed at our size",
+        SUPPORTED if lost else UNOBSERVED,
     )
 
 
@@ -142,8 +147,7 @@ def smoothing(runs: Record, sizes: Sequence[int]) -> Claim:
         f"loss minus that with K smoothed, one seed each: {', '.join(listed)}; exact attention's seeds differ by up to "
     )
     ours += f"{scatter:.3f}"
-    number = f"loss without it {spans[0]} nats per byte, one seed each; seeds differ by {scatter:.3f}"
-    return Claim("(iv) K-smoothing is needed, Q-smoothing adds nothing.", ours, UNDECIDED, number)
+    return Claim(SMOOTHING, ours, UNDECIDED)
 
 
 def without_noise(record: Record) -> Claim:
@@ -175,16 +179,15 @@ def without_noise(record: Record) -> Claim:
     )
 
 
-def with_gpts(found: Sequence[Claim], gpt: Record) -> list[Claim]:
-    """Add to four claims what the GPTs say, each with the training that it rests on.
+def gpt_claims(record: Record) -> list[Claim]:
+    """Judge the claims about training by the GPTs: (i), (iii) in two parts, (iv).
 
-    That is the training with most runs, but for the claim about a large batch. "As well as" holds in part if the GPTs'
-    losses are behind in any training with a small batch, "diverges" if one of the runs does and its pair does not.
-    K-smoothing is needed, or not, if all trainings agree.
+    Numbers are those of the training with most runs, but for the claim about a large batch. "As well as" is supported
+    if SageBwd is level or ahead in that training, and in part if it is behind in any other one with a small batch.
+    "Diverges" is supported in part if one of the runs does and its pair does not. K-smoothing is needed, or not, if all
+    trainings agree.
     """
-    small, fragile, large, divergence, smoothing = found
-    main, everywhere = main_runs(gpt), [x for x in compared(gpt) if (x.arm, x.baseline) == ("sagebwd", "exact")]
-    where = f"GPTs at {training_words(main.rows[0])}"
+    main, everywhere = main_runs(record), [x for x in compared(record) if (x.arm, x.baseline) == ("sagebwd", "exact")]
     gaps = {norm: paired_gaps(main, "sagebwd", qk_norm=norm) for norm in (True, False)}
     errors = {norm: [row["probes"][-1]["errors"] for row in main.select(arm="sagebwd", qk_norm=norm)] for norm in gaps}
     off = {
@@ -195,32 +198,36 @@ def with_gpts(found: Sequence[Claim], gpt: Record) -> list[Claim]:
     }
     with_norm = [x for x in everywhere if x.training["qk_norm"]]
     few, many = ([x for x in with_norm if (x.training["tokens_per_step"] > min(PAPER_LOSSES)) == y] for y in (0, 1))
-    if "behind" in [judged(x.gaps) for x in few]:
-        small = small._replace(verdict=PARTLY)
-    verdicts = {WHERE_BEHIND[judged(x.gaps)] for x in many}
-    if verdicts:
-        large = large._replace(verdict=verdicts.pop() if len(verdicts) == 1 else UNDECIDED)
-    if lost := gaps[False].count(math.inf):
-        divergence = divergence._replace(verdict=PARTLY)
-    smoothing = smoothing._replace(verdict=WHERE_BEHIND[agreed(gpt, "unsmoothed", "sagebwd")])
+    small = SUPPORTED if judged(gaps[True]) in ("level", "ahead") else UNDECIDED
+    large = {WHERE_BEHIND[judged(x.gaps)] for x in many}
+    lost = gaps[False].count(math.inf)
     without = [f"{words_of(paired_gaps(main, 'unsmoothed', 'sagebwd', qk_norm=norm))} with{end}"
                for norm, end in ((False, "out QK-norm"), (True, " it"))]  # fmt: skip
     return [
-        added(small, f"{where}, with QK-norm: loss {words_of(gaps[True])}, {judged(gaps[True])}; {off[True]}"),
-        fragile,
-        added(
-            large, *(f"GPTs at {training_words(x.training)}: loss {words_of(x.gaps)}, {judged(x.gaps)}" for x in many)
+        Claim(
+            SMALL_BATCH,
+            f"with QK-norm: loss {words_of(gaps[True])}, {judged(gaps[True])}; {off[True]}",
+            PARTLY if "behind" in [judged(x.gaps) for x in few] else small,
         ),
-        added(divergence, f"{lost} of {len(gaps[False])} {where} did; {off[False]}"),
-        added(smoothing, f"{where}: loss without it {', '.join(without)}"),
+        Claim(
+            LARGE_BATCH,
+            "; ".join(f"{training_words(x.training)}: loss {words_of(x.gaps)}, {judged(x.gaps)}" for x in many)
+            or f"no batch of more than {max(x.training['tokens_per_step'] for x in few):,} tokens",
+            UNTESTED if not large else large.pop() if len(large) == 1 else UNDECIDED,
+        ),
+        Claim(
+            WITHOUT_NORM, f"{lost} of {len(gaps[False])} runs diverged; {off[False]}", PARTLY if lost else UNOBSERVED
+        ),
+        Claim(
+            SMOOTHING, f"loss without it {', '.join(without)}", WHERE_BEHIND[agreed(record, "unsmoothed", "sagebwd")]
+        ),
     ]
 
 
-def added(claim: Claim, *texts: str) -> Claim:
-    """Return a claim that says more."""
-    ours = "; ".join((claim.ours, *texts))
-    number = "; ".join((claim.number, *texts)).replace("95% interval ", "") if claim.number else ""
-    return claim._replace(ours=ours, number=number)
+def gpts_of(record: Record) -> str:
+    """Say which GPTs the numbers of `gpt_claims` are of."""
+    main = main_runs(record)
+    return f"GPTs of {main.rows[0]['parameters'] / 1e6:.0f} million parameters, {training_words(main.rows[0])}"
 
 
 def bias_ratios(noise: Record, variant: str, tokens_per_step: int) -> list[float]:

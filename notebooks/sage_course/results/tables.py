@@ -6,7 +6,7 @@ from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, 
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
 from sage_lab.records import markdown_table, read_record
 
-from sage_course.results.claims import captured, claims, hypothesis, with_gpts, without_noise
+from sage_course.results.claims import captured, claims, gpt_claims, gpts_of, hypothesis, without_noise
 from sage_course.results.pretraining import (
     GPT,
     PAPER_LOSSES,
@@ -75,9 +75,11 @@ def pretraining() -> str:
         cells = (f"{losses[attention]:.3f} at {size:,}" for size, losses in PAPER_LOSSES.items())
         lines.append((f"the paper's {name}, QK-norm", *cells))
     losses = markdown_table(("final validation loss", *(f"{size:,} tokens per batch" for size in sizes)), lines)
-    judged = with_gpts(claims(runs, read_record(TABLE2)), read_record(GPT))
-    found = [claim[:3] for claim in (*judged, without_noise(read_record(SAME_BATCH)))]
-    verdicts = markdown_table(("the paper says", "our runs", "verdict"), found)
+    header = ("the paper says", "our runs", "verdict")
+    judged = *claims(runs, read_record(TABLE2)), without_noise(read_record(SAME_BATCH))
+    verdicts = markdown_table(header, [claim[:3] for claim in judged])
+    gpts = markdown_table(header, [claim[:3] for claim in gpt_claims(read_record(GPT))])
+    verdicts += f"\n\nBy our {gpts_of(read_record(GPT))}:\n\n{gpts}"
     bias = hypothesis(runs, read_record(NOISE))
     model = "{layers} layers of width {width}, context {context}".format(**runs.provenance["plan"])
     data = f"{runs.provenance['plan']['tokens'] / 1e6:.0f}M bytes of Python sources"
