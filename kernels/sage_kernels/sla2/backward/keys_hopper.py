@@ -8,7 +8,7 @@ program has one block of keys, or a piece of its list, and while its warpgroup w
     a warpgroup    dV = phi(K) dh, dK from V dh^T | for each tile of queries:
                    S^T, dP^T started | wait for S^T | P^T | dV += P^T dO started | dS^T | dK += dS^T Q started | wait
 
-The sums begin with the linear branch's share. dh_j lies where tiles of Q will, so the first of them waits until it has
+The sums begin with the linear branch's share. dh_j lies where tiles of Q will, so the loading warp waits until it has
 been read. A piece begins with zeros: the program that adds up pieces adds the linear share, too.
 
 K and V stay in shared memory: with them in registers there is no room for the sums. P^T and dS^T go from the
@@ -60,7 +60,7 @@ LINE = gl.constexpr(gl.NVMMASharedLayout(0, 32, rank=1))
 ONE_WARP = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 REGISTERS = 232  # of a computing thread, when the loading warps have given theirs
 OPTIONS = {"num_warps": 4, "maxnreg": 128}
-SMALLEST_SCALE = 1e-20  # in place of a smaller c, by which dK could not be divided; it adds as good as nothing to dK
+SMALLEST_SCALE = 1e-20  # in place of a smaller c, by which the linear share of dK could not be divided
 LAUNCHES = {"sla2_key_hopper": Launch(ROWS.value, MASK_BLOCK_KV, 4, PLACES.value, REGISTERS)}
 
 
@@ -135,7 +135,7 @@ def fetch_q_hat(rings, lines, n, descriptors, pointers, row):
 
 @gluon.jit
 def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
-    """Load K, K^, V and dh, then the tiles of Q^, Q and dO of every listed block of queries."""
+    """Load K, K^, V and dh (a piece needs one of K and K^, and no dh), then the listed tiles of Q^, Q and dO."""
     work = work_of(pointers, sizes)
     if work.is_busy:
         first_key = work.block * BLOCK_KV
@@ -208,9 +208,9 @@ def linear_share(work, rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr
     """Return the linear branch's share of dK_j and dV_j [Bkv, D]: Alg. 3, steps 9 and 10, and dK's part of 11."""
     layout: gl.constexpr = accumulator_16bit(DP)
     k_j, v_j, dh_j = matrix(acquire(rings.raw_k, 0)), matrix(acquire(rings.v, 0)), acquire(rings.dh, 0)
-    k_phi = softmax_features(k_j.load(layout).to(gl.float32), D)
+    k_phi = softmax_features(k_j.load(layout).to(gl.float32), D).to(dh_j.dtype)
     nothing = gl.zeros([ROWS, DP], gl.float32, layout)
-    left = gl.convert_layout(k_phi.to(dh_j.dtype), operand_16bit(DP))
+    left = gl.convert_layout(k_phi, operand_16bit(DP))
     dv_j = warpgroup_mma_wait(0, deps=(warpgroup_mma(left, dh_j, nothing, use_acc=False, is_async=True),))
     if v_j.dtype != dh_j.dtype:
         v_j = v_j.load(operand_16bit(DP)).to(dh_j.dtype)
@@ -218,8 +218,8 @@ def linear_share(work, rings, pointers, sizes, D: gl.constexpr, DP: gl.constexpr
     row = (work.kv_head * sizes.sums_rows + work.block).to(gl.int64) * (DP + 1) + DP
     dz_j = gl.load(pointers.dsums + row * DP + gl.arange(0, DP, gl.SliceLayout(0, layout))).to(gl.float32)
     dk_phi = warpgroup_mma_wait(0, deps=(product,)) + dz_j[None, :]
-    k_phi = softmax_features(k_j.load(layout).to(gl.float32), D)  # again: to keep it takes registers that there aren't
-    release(rings.dh, 0)
+    release(rings.dh, 0)  # of K, too: it is in a matmul that was waited for, so its read has ended
+    k_phi = k_phi.to(gl.float32)
     return k_phi * (dk_phi - gl.sum(k_phi * dk_phi, 1)[:, None]), dv_j
 
 
