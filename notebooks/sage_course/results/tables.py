@@ -2,6 +2,7 @@
 
 import itertools
 
+from sage_lab.experiments.pretrain import MODELS
 from sage_lab.experiments.table1 import PAPER_TABLE1, TENSORS, closest_setting, deviation
 from sage_lab.experiments.table2 import PAPER_TABLE2, most_error_prone
 from sage_lab.records import markdown_table, read_record
@@ -105,7 +106,9 @@ def pretraining_speed() -> str:
     times, record = read_record(TIMES), read_record(PRETRAIN_SPEED)
     steps = [(n, exact, ours, f"{exact / ours:.2f}") for n, (exact, ours) in step_times(times).items()]
     header = ("N", "ms per step with PyTorch's pick", "ms with SageBwd", "times as fast")
-    now = f"{markdown_table(header, steps)}\n\nA step of {timed_model(times)}, {times.timed}; {times.caption}."
+    sizes = "{layers} layers of width {width}, {heads} heads".format(**MODELS[times.rows[0]["model"]])
+    step = f"A step of {times.rows[0]['tokens_per_step']:,} tokens of {timed_model(times)} ({sizes}, causal, QK-norm)"
+    now = f"{markdown_table(header, steps)}\n\n{step}, SageBwd with `Prologue`, {times.timed}; {times.caption}."
     model = "{layers} layers, width {width}, {heads} heads, {tokens_per_device:,} tokens per GPU and batch"
     model += ", {tokens_per_pass:,} per pass"
     described = f"Above 1 a row is faster, {record.timed}; {model.format(**record.provenance['plan'])}, bfloat16"
