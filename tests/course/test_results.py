@@ -5,7 +5,7 @@ import math
 
 import pytest
 from sage_course.results import claims
-from sage_course.results.claims import CONTRADICTED, SUPPORTED, UNDECIDED
+from sage_course.results.claims import CONTRADICTED, PARTLY, SUPPORTED, UNDECIDED
 from sage_course.results.hopper_model import busy
 from sage_course.results.pretraining import (
     TRAINING,
@@ -14,6 +14,7 @@ from sage_course.results.pretraining import (
     gaps_table,
     gradient_is_lost,
     judged,
+    main_runs,
     paired_differences,
     paired_gaps,
     pretrain_runs,
@@ -22,7 +23,8 @@ from sage_course.results.pretraining import (
 from sage_lab.records import Record, read_record
 
 RUNS, CAPTURES = read_record("pretrain_h200"), read_record("table2_captures")
-SMALL, LARGE = RUNS.provenance["plan"]["tokens_per_step"]
+GPTS = main_runs(read_record("pretrain_gpt_h200"))
+LARGE = max(RUNS.provenance["plan"]["tokens_per_step"])
 K_SMOOTHED = "SageBwd, K smoothed"
 
 
@@ -49,18 +51,18 @@ def test_differences_are_paired_by_seed_and_skip_what_is_missing_or_diverged():
     assert found[13] == pytest.approx(0.25)
 
 
-def verdicts(runs=RUNS, captures=CAPTURES):
-    return [claim.verdict for claim in claims.claims(runs, captures)]
-
-
 def test_a_batch_as_large_as_the_papers_small_one_does_not_test_a_claim_about_the_large_one():
     """As the rule of notebook 06b says, and the paper itself finds no gap there."""
     for size, expected in ((2**18, claims.UNTESTED), (2**19, CONTRADICTED)):
-        plan = RUNS.provenance["plan"] | {"tokens_per_step": [SMALL, size]}
-        rates = RUNS.provenance["learning_rate"] | {str(size): RUNS.provenance["learning_rate"][str(LARGE)]}
-        rows = [row | {"tokens_per_step": size} if row["tokens_per_step"] == LARGE else row for row in RUNS.rows]
-        runs = Record(RUNS.provenance | {"plan": plan, "learning_rate": rates}, rows)
-        assert verdicts(runs)[2] == expected
+        rows = [row | {"tokens_per_step": size} for row in GPTS.rows]
+        assert claims.gpt_claims(Record({}, rows))[1].verdict == expected
+
+
+def test_behind_in_one_training_is_as_well_in_part():
+    rows = [row | {"learning_rate": 0.1} for row in GPTS.select(qk_norm=True)]
+    worse = [row | {"final_val_loss": 9.0 + row["seed"] / 9} if row["arm"] == "sagebwd" else row for row in rows]
+    for others, expected in (([], SUPPORTED), (rows, SUPPORTED), (worse, PARTLY)):
+        assert claims.gpt_claims(Record({}, [*GPTS.rows, *others]))[0].verdict == expected
 
 
 def test_a_gradient_is_lost_only_while_the_control_holds():
@@ -140,14 +142,6 @@ def test_a_verdict_on_a_gap_follows_its_rule(middle, half, verdict):
     assert claims.decide(Interval(middle, half / 4, half, 3), 2.1) == verdict
 
 
-def test_a_gap_or_scatter_at_the_small_step_is_noticed():
-    assert verdicts()[0] == SUPPORTED
-    for gaps in ((0.05, 0.05), (0.07, -0.07)):
-        pairs = [(kind, seed, 0.66 + (gap if kind != "exact" else 0), SMALL)
-                 for seed, gap in enumerate(gaps, 20) for kind in ("exact", K_SMOOTHED)]  # fmt: skip
-        assert verdicts(with_runs(*(run_like(*pair) for pair in pairs)))[0] == UNDECIDED
-
-
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
@@ -157,7 +151,7 @@ def test_a_gap_or_scatter_at_the_small_step_is_noticed():
 )  # fmt: skip
 def test_where_errors_grow(changes, verdict):
     rows = [row | {"rel_l2": changes.get(row["tensor"], row["rel_l2"])} for row in CAPTURES.rows]
-    assert verdicts(captures=Record(CAPTURES.provenance, rows))[1] == verdict
+    assert claims.most_error_prone(Record(CAPTURES.provenance, rows)).verdict == verdict
 
 
 def test_what_is_rounded_to_zero_has_no_sign():
