@@ -36,7 +36,7 @@ def course_map() -> str:
         (number, ", ".join(title for title, _ in parts), " + ".join(minutes for _, minutes in parts))
         for number, parts in lines.items()
     ]
-    return markdown_table(("", "notebook", "minutes (and of its homework, a second sitting)"), rows)
+    return markdown_table(("", "notebook", "minutes of the lesson (of its homework)"), rows)
 
 
 FILM_DATA = (((4, 8), 3), ((8, 3), 4))  # size and seed of scores and values
@@ -57,7 +57,11 @@ def ways_in() -> str:
         names = ", ".join(links) if numbers else f"{links[0]} to {links[-1]}, all {len(links)} that aren't optional"
         minutes = sum(x.minutes for x in chosen), sum(homework_minutes(x.path) for x in chosen)
         lines.append((time, f"notebook{'s' * (len(links) > 1)} {names}", *map(in_hours, minutes), result))
-    return markdown_table(("you have", "take", "lessons", "homework", "afterwards"), lines)
+    table = markdown_table(("you have for lessons", "take", "lessons", "homework, if you like", "afterwards"), lines)
+    return f"""{table}
+
+An hour, a day and a week count the lessons alone. The exercises at a notebook's end are homework: a second sitting for
+each notebook, which you can leave out."""
 
 
 def in_hours(minutes: int) -> str:

@@ -145,7 +145,7 @@ def test_a_verdict_on_a_gap_follows_its_rule(middle, half, verdict):
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
-        ({}, claims.PARTLY), ({"O": 1e-3}, SUPPORTED), ({"P": 1.0, "O": 1.0}, CONTRADICTED),
+        ({}, claims.PARTLY), ({"O": 1e-3}, SUPPORTED), ({"O": 1.0}, CONTRADICTED), ({"P": 1.0, "O": 1.0}, CONTRADICTED),
         ({"dK": 2.0, "dQ": 1e-3, "O": 1e-3}, SUPPORTED), ({"P": 1.0}, CONTRADICTED),
     ],
 )  # fmt: skip

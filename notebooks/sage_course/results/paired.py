@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from sage_lab.bench.ratios import OURS, PEER_NAMES, UNBIASED, pays_from, peer_ratios, turns
 from sage_lab.records import Record, Row, markdown_table, read_record
 
-from sage_course.results.pretraining import relative_rate
+from sage_course.results.pretraining import TIMES, relative_rate, step_times, timed_model
 
 PAIRED, PAIRED_SPARSE, PRETRAIN_SPEED = "paired_h200", "paired_sla2_h200", "pretrain_speed_h200"
 VIDEO = "video_speed_h200"
@@ -21,31 +21,35 @@ def at_a_glance() -> str:
     dense, sparse = read_record(PAIRED), read_record(PAIRED_SPARSE)
     rows = dense.select(**both, layout="bhnd", head_dim=128)
     lines = {}
-    for where, of in turns(rows):
+    for where, of in sorted(turns(rows), key=lambda turn: turn[0]["causal"]):
         if where["n_q"] in (1024, 4096, 16384) and where["heads"] == where["kv_heads"]:
             lines[f"SageBwd, {where['n_q']:,} tokens{', causal' if where['causal'] else ''}"] = peer_ratios(of)
-    lines = dict(sorted(lines.items(), key=lambda line: "causal" in line[0]))
+    times = read_record(TIMES)
+    for n, (exact, ours) in step_times(times).items():
+        lines[f"training step of {timed_model(times)} with SageBwd, {n:,} tokens"] = {"exact": exact / ours}
     steps = read_record(PRETRAIN_SPEED)
-    names = {"sdpa_flash": "flash_attention_2", "sdpa_cudnn": "exact", "fa4": "flash_attention_4"}
-    for row in sorted(steps.select(attention="sagebwd", devices=1), key=lambda row: row["context"]):
+    names = {"sdpa_flash": "flash_attention_2", "sdpa_cudnn": "exact", "fa4": "flash_attention_4", "exact": "exact"}
+    for row in steps.select(attention="sagebwd"):
         ratios = {peer: relative_rate(steps, row, attention=name) for peer, name in names.items()}
         lines[f"training step of a small Llama with SageBwd, {row['context']:,} tokens{archived(steps)}"] = ratios
     *_, (where, of) = turns(sparse.select(mask="random", **both))
     same_mask = peer_ratios(of)
     lines[f"SLA2 at 97% sparsity, {where['n_q']:,} tokens"] = same_mask | {"fa4": None}
-    names = {"sdpa_flash": "flash_attention_2", "sdpa_cudnn": "cudnn", "fa4": "flash_attention_4"}
+    names |= {"sdpa_cudnn": "cudnn"}
     video = read_record(VIDEO)
     for tokens in sorted({row["tokens"] for row in video.rows}):
         ms = {row["provider"]: row["ms_median"] for row in video.select(what="step", tokens=tokens)}
         ratios = {peer: ms[name] / ms["sla2"] for peer, name in names.items()}
         lines[f"training step of a small video model with SLA2, {tokens:,} tokens{archived(video)}"] = ratios
-    peers = ("sdpa_flash", "sdpa_cudnn", "cudnn_fp8", "fa4")
+    peers = {x: PEER_NAMES[x] for x in ("sdpa_flash", "sdpa_cudnn", "cudnn_fp8", "fa4")} | {"exact": "PyTorch's pick"}
     cells = [(name, *(f"{ratios[x]:#.3g}x" if ratios.get(x) else "" for x in peers)) for name, ratios in lines.items()]
-    table = markdown_table(("how many times as fast as", *(PEER_NAMES[peer] for peer in peers)), cells)
+    table = markdown_table(("how many times as fast as", *peers.values()), cells)
     errors = {name: max(row["rel_l2"] for row in rows if row["provider"] == name) for name in (OURS, "cudnn_fp8")}
     is_fastest = all(ratios["fa4"] == min(1, *ratios.values()) for ratios in (peer_ratios(of) for _, of in turns(rows)))
+    plan = steps.provenance["plan"]
     explained = (
-        "Forward and backward pass together, head size 128, quantisation included, all timed in turn on one GPU "
+        "Forward and backward pass together, head size 128 (of the language models "
+        f"{plan['width'] // plan['heads']}), quantisation included, all timed in turn on one GPU "
         f"({dense.provenance['gpu']}); below 1x we are slower. "
         f"FlashAttention-4 in bf16 is {'the fastest dense attention at every length' if is_fastest else 'fast'}: INT8 "
         "makes matmuls cheaper, but not exponentials and rounding, and dP stays in 16 bit. cuDNN's FP8 attention has "
