@@ -114,10 +114,10 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     decomposed, and functions that compute attention by other means. Where it has seen no call at all, and no code was
     compiled, one warning says so at its end.
 
-    torch.compile: around the compiled function or inside it, without a graph break. torch.nn.MultiheadAttention then
-    stays exact, and so does nn.TransformerEncoderLayer without gradients, whose fast path
-    (torch.backends.mha.set_fastpath_enabled) is invisible to compiled code. Activation checkpointing computes the
-    forward pass again during the backward pass, outside of this context: give `torch.utils.checkpoint`
+    torch.compile: inside the compiled function, where it costs nothing when that runs, or around it; without a graph
+    break. torch.nn.MultiheadAttention then stays exact, and so does nn.TransformerEncoderLayer without gradients, whose
+    fast path (torch.backends.mha.set_fastpath_enabled) is invisible to compiled code. Activation checkpointing computes
+    the forward pass again during the backward pass, outside of this context: give `torch.utils.checkpoint`
     context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its check of the saved tensors fails. With
     use_reentrant=True it checks nothing: enter this context inside the function that is checkpointed. In a
     compiled checkpoint PyTorch hides SDPA from every context, and attention stays exact without a word: call

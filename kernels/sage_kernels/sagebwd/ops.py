@@ -46,10 +46,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def obstacle(query: Tensor, smooth_q: bool) -> str | None:
     """Return why these kernels cannot take this call, or None if they can."""
     dtypes = (torch.float16,) if INTERPRETED else (torch.float16, torch.bfloat16)
-    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
-        return f"the kernels need a CUDA tensor (or TRITON_INTERPRET=1), and query is on {query.device}"
     if torch.version.hip:  # its cards call themselves "cuda" and have capabilities of their own
         return "the kernels need an NVIDIA GPU, and this PyTorch is for AMD's"
+    if query.device.type != "cuda" and not (INTERPRETED and query.device.type == "cpu"):
+        return f"the kernels need a CUDA tensor (or TRITON_INTERPRET=1), and query is on {query.device}"
     is_known = query.device.type == "cuda" and not torch.compiler.is_compiling()
     if is_known and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the kernels need a GPU of compute capability 8.0 or later"
