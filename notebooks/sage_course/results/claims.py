@@ -32,6 +32,7 @@ from sage_course.results.pretraining import (
     pretrain_runs,
     relative_gaps,
     score_groups,
+    training_cells,
     training_words,
     trainings,
     words_of,
@@ -183,10 +184,10 @@ def without_noise(record: Record) -> Claim:
 def gpt_claims(record: Record) -> list[Claim]:
     """Judge the claims about training by the GPTs: (i), (iii) in two parts, (iv).
 
-    Numbers are those of the training with most runs, but for the claim about a large batch. "As well as" is supported
-    if SageBwd is level or ahead in that training, and in part if it is behind in any other one with a small batch.
-    "Diverges" is supported in part if one of the runs does and its pair does not. K-smoothing is needed, or not, if all
-    trainings agree.
+    "As well as" is supported if SageBwd is level or ahead in every training with a small batch that has several seeds,
+    and in part if it is in some. Gradients, divergence and the numbers on K-smoothing are of the training with most
+    runs. "Diverges" is supported in part if one of the runs does and its pair does not. K-smoothing is needed, or not,
+    if all trainings agree.
     """
     main, everywhere = main_runs(record), [x for x in compared(record) if (x.arm, x.baseline) == ("sagebwd", "exact")]
     gaps = {norm: paired_gaps(main, "sagebwd", qk_norm=norm) for norm in (True, False)}
@@ -199,7 +200,9 @@ def gpt_claims(record: Record) -> list[Claim]:
     }
     with_norm = [x for x in everywhere if x.training["qk_norm"]]
     few, many = ([x for x in with_norm if (x.training["tokens_per_step"] > min(PAPER_LOSSES)) == y] for y in (0, 1))
-    small = SUPPORTED if judged(gaps[True]) in ("level", "ahead") else UNDECIDED
+    several = [(judged(x.gaps), x) for x in few if len(x.gaps) > 1]
+    good = [verdict in ("level", "ahead") for verdict, _ in several]
+    losses = [f"{words_of(x.gaps)}, {verdict}, at {training_cells(x.training)[0]}" for verdict, x in several]
     large = {WHERE_BEHIND[judged(x.gaps)] for x in many}
     lost = gaps[False].count(math.inf)
     without = [f"{words_of(paired_gaps(main, 'unsmoothed', 'sagebwd', qk_norm=norm))} with{end}"
@@ -207,8 +210,8 @@ def gpt_claims(record: Record) -> list[Claim]:
     return [
         Claim(
             SMALL_BATCH,
-            f"with QK-norm: loss {words_of(gaps[True])}, {judged(gaps[True])}; {off[True]}",
-            PARTLY if "behind" in [judged(x.gaps) for x in few] else small,
+            f"with QK-norm, by learning rate: loss {'; '.join(losses)}; {off[True]}",
+            SUPPORTED if good and all(good) else PARTLY if any(good) else UNDECIDED,
         ),
         Claim(
             LARGE_BATCH,
