@@ -35,7 +35,8 @@ def verdicts() -> str:
     table = markdown_table(
         ("the papers say", "verdict", "our number"), [(x, with_sign(WORDS.get(y, y)), z) for x, y, z in lines]
     )
-    return f"{table}\n\nLosses and gradients of language models: {claims.gpts_of(read_record(GPT))}, if not said otherwise."
+    gpts = claims.gpts_of(read_record(GPT))
+    return f"{table}\n\nLosses and gradients of language models: {gpts}, if not said otherwise."
 
 
 def with_sign(verdict: str) -> str:
