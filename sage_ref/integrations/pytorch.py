@@ -114,18 +114,18 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     decomposed, and functions that compute attention by other means. Where it has seen no call at all, and no code was
     compiled, one warning says so at its end.
 
-    torch.compile: inside the compiled function, where it costs nothing when that runs, or around it; without a graph
-    break. torch.nn.MultiheadAttention then stays exact, and so does nn.TransformerEncoderLayer without gradients, whose
-    fast path (torch.backends.mha.set_fastpath_enabled) is invisible to compiled code. Activation checkpointing computes
-    the forward pass again during the backward pass, outside of this context: give `torch.utils.checkpoint`
-    context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its check of the saved tensors fails. With
-    use_reentrant=True it checks nothing: enter this context inside the function that is checkpointed. In a
-    compiled checkpoint PyTorch hides SDPA from every context, and attention stays exact without a word: call
-    sagebwd_attention itself there.
+    torch.compile: enter this context inside the compiled function, which then runs at no extra cost, or around it,
+    where each call takes the CPU some time. Neither breaks the graph. torch.nn.MultiheadAttention then stays exact, and
+    so does nn.TransformerEncoderLayer without gradients, whose fast path (torch.backends.mha.set_fastpath_enabled) is
+    invisible to compiled code. Activation checkpointing computes the forward pass again during the backward pass,
+    outside of this context: give `torch.utils.checkpoint` context_fn=lambda: (sage_ref.sdpa(), sage_ref.sdpa()), or its
+    check of the saved tensors fails. With use_reentrant=True it checks nothing: enter this context inside the function
+    that is checkpointed. In a compiled checkpoint PyTorch hides SDPA from every context, and attention stays exact
+    without a word: call sagebwd_attention itself there.
 
-    Cost: inside, PyTorch asks this context about each of its functions, which takes some microseconds of the CPU's time
-    each. So put it around the model's call alone, not around the optimiser, and where small models wait for the CPU,
-    call `sagebwd_attention` yourself.
+    Cost: outside of compiled code, PyTorch asks this context about each of its functions, which takes some microseconds
+    of the CPU's time each. So put it around the model's call alone, not around the optimiser, and where small models
+    wait for the CPU, call `sagebwd_attention` yourself.
 
     Args:
         smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`. On a GPU "auto" computes

@@ -58,11 +58,18 @@ def test_a_batch_as_large_as_the_papers_small_one_does_not_test_a_claim_about_th
         assert claims.gpt_claims(Record({}, rows))[1].verdict == expected
 
 
-def test_behind_in_one_training_is_as_well_in_part():
-    rows = [row | {"learning_rate": 0.1} for row in GPTS.select(qk_norm=True)]
-    worse = [row | {"final_val_loss": 9.0 + row["seed"] / 9} if row["arm"] == "sagebwd" else row for row in rows]
-    for others, expected in (([], SUPPORTED), (rows, SUPPORTED), (worse, PARTLY)):
-        assert claims.gpt_claims(Record({}, [*GPTS.rows, *others]))[0].verdict == expected
+@pytest.mark.parametrize(
+    ("steps", "verdict"),
+    [((0, 0), SUPPORTED), ((0, 0.1), PARTLY), ((0.1, 0.1), CONTRADICTED), ((0.1, 9), UNDECIDED), ((9, 9), UNDECIDED)],
+)
+def test_as_well_asks_every_training(steps, verdict):
+    """A step of 0 leaves SageBwd level. With 0.1 from seed to seed it is behind, and with 9 undecided."""
+    rows = GPTS.select(qk_norm=False)
+    for step, rate in zip(steps, (0.006, 0.1), strict=True):
+        for row in GPTS.select(qk_norm=True):
+            worse = {"final_val_loss": 9 + step * row["seed"]} if step and row["arm"] == "sagebwd" else {}
+            rows = [*rows, row | worse | {"learning_rate": rate}]
+    assert claims.gpt_claims(Record({}, rows))[0].verdict == verdict
 
 
 def test_a_gradient_is_lost_only_while_the_control_holds():

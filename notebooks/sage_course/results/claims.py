@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sage_lab.records import Record
+from sage_lab.records import Record, Row
 
 from sage_course.results.pretraining import (
     LARGEST_GAP,
@@ -184,25 +184,24 @@ def without_noise(record: Record) -> Claim:
 def gpt_claims(record: Record) -> list[Claim]:
     """Judge the claims about training by the GPTs: (i), (iii) in two parts, (iv).
 
-    "As well as" is supported if SageBwd is level or ahead in every training with a small batch that has several seeds,
-    and in part if it is in some. Gradients, divergence and the numbers on K-smoothing are of the training with most
-    runs. "Diverges" is supported in part if one of the runs does and its pair does not. K-smoothing is needed, or not,
-    if all trainings agree.
+    "As well as" asks every training with QK-norm, a small batch and several seeds. It is supported if SageBwd is level
+    or ahead in all of them, and in part if it is in some. It is contradicted if SageBwd is behind in all of them, and
+    cannot be decided otherwise. The claim that it diverges, and the numbers on K-smoothing, are of the training with
+    most runs. "Diverges" is supported in part if one of the runs does and its pair does not. K-smoothing is needed, or
+    not, if all trainings agree.
     """
     main, everywhere = main_runs(record), [x for x in compared(record) if (x.arm, x.baseline) == ("sagebwd", "exact")]
     gaps = {norm: paired_gaps(main, "sagebwd", qk_norm=norm) for norm in (True, False)}
-    errors = {norm: [row["probes"][-1]["errors"] for row in main.select(arm="sagebwd", qk_norm=norm)] for norm in gaps}
-    off = {
-        norm: "gradients {:{form}} to {:{form}} off, exact attention's in 16 bit {:{form}} to {:{form}}".format(
-            *(end(x[arm] for x in errors[norm]) for arm in ("sagebwd", "exact") for end in (min, max)), form=form
-        )
-        for norm, form in ((True, ".1%"), (False, ".0%"))
-    }
     with_norm = [x for x in everywhere if x.training["qk_norm"]]
     few, many = ([x for x in with_norm if (x.training["tokens_per_step"] > min(PAPER_LOSSES)) == y] for y in (0, 1))
-    several = [(judged(x.gaps), x) for x in few if len(x.gaps) > 1]
-    good = [verdict in ("level", "ahead") for verdict, _ in several]
-    losses = [f"{words_of(x.gaps)}, {verdict}, at {training_cells(x.training)[0]}" for verdict, x in several]
+    several = [x for x in few if len(x.gaps) > 1]
+    found = {judged(x.gaps) for x in several}
+    good = found & {"level", "ahead"}
+    as_well = CONTRADICTED if found == {"behind"} else UNDECIDED
+    if good:
+        as_well = SUPPORTED if good == found else PARTLY
+    words = [f"at {training_cells(x.training)[0]} loss {words_of(x.gaps)}, {judged(x.gaps)}, {off(record, x.training)}"
+             for x in several]  # fmt: skip
     large = {WHERE_BEHIND[judged(x.gaps)] for x in many}
     lost = gaps[False].count(math.inf)
     without = [f"{words_of(paired_gaps(main, 'unsmoothed', 'sagebwd', qk_norm=norm))} with{end}"
@@ -210,8 +209,8 @@ def gpt_claims(record: Record) -> list[Claim]:
     return [
         Claim(
             SMALL_BATCH,
-            f"with QK-norm, by learning rate: loss {'; '.join(losses)}; {off[True]}",
-            SUPPORTED if good and all(good) else PARTLY if any(good) else UNDECIDED,
+            f"with QK-norm, by learning rate: {'; '.join(words)}",
+            as_well,
         ),
         Claim(
             LARGE_BATCH,
@@ -220,12 +219,21 @@ def gpt_claims(record: Record) -> list[Claim]:
             UNTESTED if not large else large.pop() if len(large) == 1 else UNDECIDED,
         ),
         Claim(
-            WITHOUT_NORM, f"{lost} of {len(gaps[False])} runs diverged; {off[False]}", PARTLY if lost else UNOBSERVED
+            WITHOUT_NORM,
+            f"{lost} of {len(gaps[False])} runs diverged; {off(main, {'qk_norm': False}, '.0%')}",
+            PARTLY if lost else UNOBSERVED,
         ),
         Claim(
             SMOOTHING, f"loss without it {', '.join(without)}", WHERE_BEHIND[agreed(record, "unsmoothed", "sagebwd")]
         ),
     ]
+
+
+def off(record: Record, training: Row, form: str = ".1%") -> str:
+    """Say how far off gradients are at the end, SageBwd's and exact attention's, on weights that SageBwd trained."""
+    errors = [row["probes"][-1]["errors"] for row in record.select(arm="sagebwd", **training)]
+    ends = [f"{end(x[arm] for x in errors):{form}}" for arm in ("sagebwd", "exact") for end in (min, max)]
+    return "gradients {} to {} off, exact attention's in 16 bit {} to {}".format(*ends)
 
 
 def gpts_of(record: Record) -> str:

@@ -320,16 +320,18 @@ def gpt_table(record: Record) -> str:
 
 
 def scales_words(record: Record) -> str:
-    """Say how one scale per tile and "unbiased" change the error of SageBwd's gradient, in `main_runs`."""
-    rows = main_runs(record).select(qk_norm=True)
-    errors = [row["probes"][-1]["errors"] for row in rows]
-    tiles = [x["printed"] / x["sagebwd"] for x in errors if "printed" in x]
-    removed = [1 - x["unbiased"] / x["sagebwd"] for x in errors if "unbiased" in x]
-    return (
-        f"With QK-norm, at {training_words(rows[0])}: at the end one scale per tile has {min(tiles):.1f} to "
-        f'{max(tiles):.1f} times the error of SageBwd\'s gradient ({len(tiles)} GPTs), and "unbiased" removes '
-        f"{min(removed):.0%} to {max(removed):.0%} of it ({len(removed)} GPTs)."
-    )
+    """Say how one scale per tile and "unbiased" change the error of SageBwd's gradient, by training with QK-norm."""
+    found = []
+    for training in (x for x in trainings(record) if x["qk_norm"]):
+        errors = [row["probes"][-1]["errors"] for row in record.select(**training)]
+        tiles = [x["printed"] / x["sagebwd"] for x in errors if "printed" in x]
+        removed = [1 - x["unbiased"] / x["sagebwd"] for x in errors if "unbiased" in x]
+        found.append(
+            f"at learning rate {training_cells(training)[0]} one scale per tile has {min(tiles):.1f} to "
+            f'{max(tiles):.1f} times the error of SageBwd\'s gradient ({len(tiles)} GPTs), and "unbiased" removes '
+            f"{min(removed):.0%} to {max(removed):.0%} of it ({len(removed)} GPTs)"
+        )
+    return f"With QK-norm, at the end of training: {'; '.join(found)}."
 
 
 class Compared(NamedTuple):
