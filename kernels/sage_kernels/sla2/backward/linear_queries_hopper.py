@@ -95,10 +95,8 @@ def load_tiles(descriptors, rings, sizes, DP: gl.constexpr):
 
 @gluon.jit
 def own_tile(ring, turn, W: gl.constexpr, DP: gl.constexpr):
-    """Load warpgroup W's rows of a tile of tokens, 16-bit [ROWS, DP], into registers; release the tile."""
-    x = matrix(acquire(ring, turn)).slice(W * ROWS, ROWS).load(accumulator_16bit(DP))
-    release(ring, turn)
-    return x
+    """Load warpgroup W's rows of a tile of tokens, 16-bit [ROWS, DP]. Release it once a matmul or a store used them."""
+    return matrix(acquire(ring, turn)).slice(W * ROWS, ROWS).load(accumulator_16bit(DP))
 
 
 @gluon.jit
@@ -137,10 +135,13 @@ def linear_rows(rings, shared, pointers, sizes, log2_scale, D: gl.constexpr, DP:
         nothing = gl.zeros([ROWS, DP], gl.float32, layout)
         left = gl.convert_layout(q_phi_i, operand_16bit(DP))
         o_l = warpgroup_mma_wait(0, deps=(warpgroup_mma(left, h_i, nothing, use_acc=False, is_async=True),))
+        release(rings.q, turn)
         do_i = own_tile(rings.do, turn, W, DP)
         do_o_l = gl.sum(do_i.to(gl.float32) * o_l, 1) * inverse
         delta_i = gl.sum(do_i.to(gl.float32) * own_tile(rings.o_s, turn, W, DP).to(gl.float32), 1)
         gl.store(pointers.delta + rows, delta_i)
+        release(rings.do, turn)  # now: what is stored was computed from both, so their reads have ended
+        release(rings.o_s, turn)
         d_l = (1.0 - alpha_i) * do_o_l
         do_l = ((1.0 - alpha_i) * do_i.to(gl.float32)).to(z_i.dtype)
         q_share = (q_phi_i.to(gl.float32) * inverse[:, None]).to(z_i.dtype)

@@ -146,9 +146,7 @@ def own_rows(item, first_query, turn, rings, pointers, sizes, log2_scale, W: gl.
     else:
         q_i = acquire(rings.q, turn).slice(W * ROWS, ROWS).load(operand(KEYS))
         s_q = gl.load(pointers.q_scale + item.block)
-    release(rings.q, turn)
     do_i = matrix(acquire(rings.do, turn)).slice(W * ROWS, ROWS).load(operand_16bit(KEYS))
-    release(rings.do, turn)
     at = item.head.to(gl.int64) * (sizes.q_blocks * QUERIES) + first_query + gl.arange(0, ROWS, row)
     return Own(q_i, s_q, do_i, gl.load(pointers.log_sum_exp + at), gl.load(pointers.delta + at))
 
@@ -172,6 +170,8 @@ def query_rows(rings, pointers, sizes, log2_scale, scale, D: gl.constexpr, DP: g
         scores, product = start_scores(own, n, rings)
         s_ij = warpgroup_mma_wait(1, deps=(scores,))
         dp_ij = warpgroup_mma_wait(0, deps=(product,))
+        release(rings.q, turn)  # now: matmuls have used the tiles of Q and dO, so their reads have ended
+        release(rings.do, turn)
         release(rings.v, n)
         ds_ij = score_gradient(s_ij, dp_ij, own, s_k, j * KEYS, n_k, DP, True)
         if rings.k_hat is not None:

@@ -169,9 +169,9 @@ def sparse_branch(item, first, n, turn, rings, pointers, sizes, DP: gl.constexpr
     o_i = gl.zeros([ROWS, DP], gl.float32, accumulator(DP))
     # [Bq, D] in registers
     q_hat_i = acquire(rings.q_hat, turn).slice(W * ROWS, ROWS).load(operand(KEYS))
-    release(rings.q_hat, turn)
     # [Bq, Bkv]
     s_ij = warpgroup_mma_wait(0, deps=(start_int8(q_hat_i, acquire(rings.k, n), KEYS),))
+    release(rings.q_hat, turn)  # now: a matmul has used it, so its read has ended
     release(rings.k, n)
     p_hat_ij, change, rows = next_p(s_ij, s_q, s_k, s_v, rows, j * KEYS, n_k, DP, True)
     s_k, s_v = gl.load(k_scale + following), gl.load(v_scale + following)
@@ -215,13 +215,13 @@ def linear_branch(z_i, turn, rings, D: gl.constexpr, DP: gl.constexpr, W: gl.con
     """Return (phi(Q_i) H_i [ROWS, DP], 1 / phi(Q_i) Z_i [ROWS]) of warpgroup W's queries."""
     layout: gl.constexpr = accumulator_16bit(DP)
     x = matrix(acquire(rings.q, turn)).slice(W * ROWS, ROWS).load(layout).to(gl.float32)
-    release(rings.q, turn)
     q_phi_i = softmax_features(x, D).to(z_i.dtype)
     inverse = inverse_or_zero(gl.sum(q_phi_i.to(gl.float32) * z_i.to(gl.float32)[None, :], 1))
     nothing = gl.zeros([ROWS, DP], gl.float32, layout)
     left = gl.convert_layout(q_phi_i, operand_16bit(DP))
     h_i = acquire(rings.h, turn)
     product = warpgroup_mma_wait(0, deps=(warpgroup_mma(left, h_i, nothing, use_acc=False, is_async=True),))
+    release(rings.q, turn)
     release(rings.h, turn)
     return product, inverse
 
