@@ -7,7 +7,6 @@
         batches: Annotated[int, positive, "pairs of gradients"] = 128
         variants: tuple[Literal["bf16", "sagebwd"], ...] = ("bf16",)
         qk_norm: Annotated[bool, "normalise queries and keys"] = False  # --qk-norm
-        smooth_k: bool = True  # --smooth-k and --no-smooth-k
         folder: Annotated[Path, output_folder] = Path("runs/noise")
         device: Annotated[str, device] = field(default_factory=usual_device)
 
@@ -105,8 +104,7 @@ def _option(field: Field, hint: Any) -> tuple[list[str], dict[str, Any]]:
     if not is_positional:
         settings["required"] = is_required
     if value_type is bool:
-        is_switch = field.default is False
-        return names, settings | {"action": "store_true" if is_switch else argparse.BooleanOptionalAction}
+        return names, settings | {"action": "store_true"}
     if get_origin(value_type) is tuple:
         value_type, *others = get_args(value_type)
         fewest = "+" if is_required or not is_positional else "*"

@@ -3,8 +3,9 @@
 `OnCPU(program)[grid](...)` is launched as the program itself would be. Every group of warps is a thread; they take
 turns in an order drawn from a seed, some often ahead, some behind. Copies arrive late, matmuls read their tiles when
 they are waited for and not before, additions to memory likewise, and a place is garbage from the moment the copy of its
-next tile is started. With `slow_reads`, a read into registers takes as long as the matmuls in flight, as it may on a
-GPU whose shared memory they keep busy. So whoever reads, writes or releases too early computes nonsense or fails, and
+next tile is started. With `slow_reads`, a read into registers takes as long as the matmuls of all warps in flight, as
+it may on a GPU whose shared memory they keep busy, or until its own warps wait for a matmul or store something. So
+whoever reads, writes or releases too early computes nonsense or fails, and
 whoever waits for what never comes is told so. Layouts mean nothing here: the compiled code is the test of those.
 """
 
@@ -111,7 +112,7 @@ class Place:
 
     def __init__(self, tile: Tensor, machine: "Machine"):
         self.tile, self.readers, self.is_fenced, self.machine = tile, 0, True, machine
-        self.before_reads = []  # matmuls that were in flight when registers read it
+        self.reads = []  # into registers: for each, the matmuls that it may have to wait for
         self.sharing = [self]  # all places in the same memory
 
     @property
@@ -149,7 +150,10 @@ class Part:
         return tile
 
     def load(self, layout):
-        self.place.before_reads += self.place.machine.current.matmuls
+        machine = self.place.machine
+        in_flight = [matmul for group in machine.running for matmul in group.matmuls]
+        self.place.reads.append(in_flight)
+        machine.current.reads.append(in_flight)
         return self.numbers()
 
     def numbers(self):
@@ -212,6 +216,7 @@ class Warps:
         self.weight, self.turn, self.can_go_on = weight, threading.Semaphore(0), lambda: True
         self.matmuls = []  # in flight, in their order
         self.additions = []  # likewise
+        self.reads = []  # into registers, that have not ended for certain
 
 
 class Machine:
@@ -288,7 +293,7 @@ class Machine:
             split=lambda x: x.unbind(-1), join=lambda x, y: torch.stack((x, y), -1),
             broadcast=torch.broadcast_tensors, reduce=reduce,
             convert_layout=lambda x, _, assert_trivial=False: x, SliceLayout=lambda *_: None,
-            load=Pointer.load, store=Pointer.store,
+            load=Pointer.load, store=self.store,
             program_id=in_registers(lambda: torch.tensor(self.program)), inline_asm_elementwise=run_ptx,
             allocate_shared_memory=self.allocate, warp_specialize=self.run_warps,
         )  # fmt: skip
@@ -308,6 +313,14 @@ class Machine:
         places = [Place(torch.full(shape[1:], 77, dtype=dtype), self) for _ in range(shape[0])]
         self.places += places
         return Places(places, shape)
+
+    def store(self, pointer, x, mask=None):
+        pointer.store(x, mask)
+        self.end_reads()
+
+    def end_reads(self):
+        for in_flight in self.current.reads:
+            in_flight.clear()
 
     def fence(self):
         """Make what has been written into tiles visible to the copy engine."""
@@ -335,9 +348,9 @@ class Machine:
         assert coordinates[-1] * place.tile.itemsize % 16 == 0, "the copy engine fetches from multiples of 16 bytes"
         for lost in place.sharing:
             assert lost.readers == 0, "a tile is overwritten while a matmul reads it"
-            ended = all(matmul.result is not None for matmul in lost.before_reads)
+            ended = all(matmul.result is not None for in_flight in lost.reads for matmul in in_flight)
             assert ended or not self.slow_reads, "a tile is overwritten while registers may still read it"
-            lost.before_reads = []
+            lost.reads = []
             lost.tile = torch.full_like(lost.tile, 77)
 
         def arrive():
@@ -377,6 +390,7 @@ class Machine:
         matmuls = self.current.matmuls
         while len(matmuls) > num_outstanding:
             matmuls.pop(0).end()
+            self.end_reads()
         (product,) = deps
         assert product.result is not None, "a matmul's result is used before its end"
         return product.result

@@ -119,6 +119,7 @@ LONG_CAUSAL = Case(420, 420, 64, 1, 1, is_causal=True)
         ("backward 5", LONG_CAUSAL._replace(head_dim=128)),
         ("backward 6", LONG_CAUSAL._replace(head_dim=128)),
         *product(("sla2 forward", "sla2 backward", "sla2 matched"), [SPARSE]),
+        ("sla2 forward", SPARSE._replace(selected="none")),
     ],
     ids=str,
 )

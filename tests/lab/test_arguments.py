@@ -1,6 +1,6 @@
 """Commands as dataclasses: which options a field becomes, and what a line then means."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -27,8 +27,6 @@ class Try(Arguments):
     some: tuple[Literal["a", "b"], ...] = ()
     share: Annotated[float | None, "100% or less"] = None
     qk_norm: bool = False
-    smooth: bool = True
-    compile: bool = field(default_factory=bool)
     folder: Annotated[Path, output_folder] = Path("runs/try")
 
     def __post_init__(self):
@@ -48,10 +46,10 @@ HERE = Path(__file__)
 def test_fields_become_options_with_their_names_types_and_defaults():
     plain = read(f"{HERE} --layers 0")
     assert plain == Try(files=(HERE,), layers=(0,))
-    line = f"{HERE} {HERE} --layers 1 2 --cube 3 5 --op two --some b a --share 0.5 --no-smooth --compile"
+    line = f"{HERE} {HERE} --layers 1 2 --cube 3 5 --op two --some b a --share 0.5"
     assert read(f"{line} --folder x --json y") == Try(
         files=(HERE, HERE), layers=(1, 2), cube=(3, 5), op="two", some=("b", "a"), share=0.5,
-        smooth=False, compile=True, folder=Path("x"), json=Path("y"),
+        folder=Path("x"), json=Path("y"),
     )  # fmt: skip
     assert read(f"{HERE} --layers 0 --qk-norm").qk_norm
 

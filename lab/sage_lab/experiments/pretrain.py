@@ -91,8 +91,6 @@ class Pretrain(Arguments):
     validation_sequences: Annotated[int, positive] = 64
     probe_sequences: Annotated[int, from_zero, "on which to measure the errors of gradients; 0: never"] = 0
     same_batch: Annotated[bool, "read one batch again and again: gradients without noise"] = False
-    autocast: Annotated[bool | None, "bfloat16 matmuls; without: on a GPU"] = None
-    compile: Annotated[bool | None, "with torch.compile; without: on a GPU"] = None
     time: Annotated[int | None, positive, "only time so many steps of each run, in turn"] = None
     folder: Annotated[Path, output_folder, "for checkpoints and logs"] = Path("runs/pretrain")
     device: Annotated[str, device] = field(default_factory=usual_device)
@@ -144,8 +142,8 @@ def config_and_settings(options: Pretrain, run: PretrainRun, corpus: Corpus) -> 
         validation_sequences=options.validation_sequences,
         probe_sequences=options.probe_sequences,
         same_batch=options.same_batch,
-        autocast=on_gpu if options.autocast is None else options.autocast,
-        compiled=on_gpu if options.compile is None else options.compile,
+        autocast=on_gpu,
+        compiled=on_gpu,
     )
     return config, settings
 
@@ -261,8 +259,7 @@ def train_in_a_process(options: Pretrain, run: PretrainRun, gpu: int | None) -> 
     chosen |= {"seed": run.seed, "json": result, "corpus": options.folder / "corpus.safetensors"}
     command = [sys.executable, "-m", "sage_lab", "pretrain"]
     command += [text for name, x in chosen.items() for text in (f"--{name.replace('_', '-')}", str(x))]
-    switches = {"autocast": options.autocast, "compile": options.compile, "same-batch": options.same_batch or None}
-    command += [f"--{name}" if on else f"--no-{name}" for name, on in switches.items() if on is not None]
+    command += ["--same-batch"] if options.same_batch else []
     command += ["--minutes", str(options.minutes)] if options.minutes else []
     environment = os.environ | {PARENT: str(os.getpid())}
     if gpu is not None:

@@ -20,7 +20,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("to be or not to be, that is the question. " * 200)
     shape = "--context 16 --layers 3 --width 32 --heads 4 --tokens 64 --tokens-per-step 32 --warmup 1"
-    options = f"--tokens-per-pass 32 --validation-sequences 2 --device cpu --no-autocast --folder {folder}/runs"
+    options = f"--tokens-per-pass 32 --validation-sequences 2 --device cpu --folder {folder}/runs"
     main(["pretrain", "--corpus", f"{folder}/text.txt", *shape.split(), *options.split()])
     (checkpoint,) = (folder / "runs").glob("*.pt")
     return checkpoint

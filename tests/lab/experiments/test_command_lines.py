@@ -27,7 +27,7 @@ from sage_lab.files import only_writer, write_file
 PROGRAM = "python -m sage_lab"
 TRAIN = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 1 --width 16 --heads 2 --tokens 256"
-    " --tokens-per-step 32 --tokens-per-pass 32 --validation-sequences 2 --device cpu --no-autocast --folder runs"
+    " --tokens-per-step 32 --tokens-per-pass 32 --validation-sequences 2 --device cpu --folder runs"
 ).split()
 RUN = Path("runs", "small_exact_qk_normFalse_learning_rate0.002_tokens_per_step32_context16_tokens256_seed0.pt")
 DEEP = " ".join([*TRAIN, "--layers 3 --heads 4"])

@@ -14,7 +14,7 @@ from sage_lab.records import read_record, write_record
 
 OPTIONS = (  # noqa: SIM905 (as it is typed)
     "pretrain --corpus text.txt --context 16 --layers 2 --width 16 --heads 2 --tokens 512 --tokens-per-step 64"
-    " --tokens-per-pass 32 --validation-sequences 4 --probe-sequences 1 --reports 4 --device cpu --no-autocast"
+    " --tokens-per-pass 32 --validation-sequences 4 --probe-sequences 1 --reports 4 --device cpu"
     " --folder runs --json run.json"
 ).split()
 
@@ -42,7 +42,7 @@ def test_the_command_ends_well_when_training_diverges(text, monkeypatch):
 
 
 def test_runs_that_the_record_has_are_not_made_again(text, capfd):
-    arms = [*OPTIONS, "--no-compile", "--same-batch", "--attention", "exact", "sagebwd"]
+    arms = [*OPTIONS, "--same-batch", "--attention", "exact", "sagebwd"]
     main(arms)
     first = read_record(text / "run.json")
     assert [row["arm"] for row in first.rows] == ["exact", "sagebwd"]
