@@ -19,7 +19,7 @@ itself, of which phi is computed, lies where tiles of Q^ will. Only the loading 
 the scale of each tile of Q^ into shared memory.
 
 Expect: limited by shared memory, from which S^T and dP^T read both of their sides, and by the L2 cache, which delivers
-32 KB for every 64 x 64 scores. What came is in kernels/NOTES.md.
+32 KB (matched 40) for every 64 x 64 scores. What came is in kernels/NOTES.md.
 """
 
 import math
