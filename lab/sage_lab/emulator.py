@@ -319,6 +319,7 @@ class Machine:
         self.end_reads()
 
     def end_reads(self):
+        """End the reads of this group of warps, which has gone on to use what it read."""
         for in_flight in self.current.reads:
             in_flight.clear()
 

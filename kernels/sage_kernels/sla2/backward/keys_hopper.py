@@ -146,7 +146,7 @@ def load_tiles(descriptors, rings, lines, pointers, sizes, DP: gl.constexpr):
         fetch_tokens(rings.v, 0, descriptors.v, work.kv_head, first_key, sizes.v_heads_per_row, DP)
         if work.is_piece == 0:
             fetch(rings.dh, 0, descriptors.dh, (work.kv_head * sizes.sums_rows + work.block) * (DP + 1), 0)
-            mbarrier.wait(rings.dh.empty.index(0), 0)
+            mbarrier.wait(rings.dh.empty.index(0), 0)  # dh has been read, and K: their places are for Q and Q^
         # The first entry is in the body, too: Triton 3.7 freezes what only the bounds of a nested loop use, see NOTES.
         passed, n = 0, 0  # entries in the lists of the heads before; tiles
         for g in range(0, sizes.group_size):
