@@ -45,9 +45,9 @@ def in_blocks(x: Tensor, axis: int, block: int) -> Tensor:
     Compiled code gets one block of zeros more: PyTorch asks whether an axis has one entry, and the answer would fix the
     length. It doesn't ask `unfold` either whether the blocks fit.
     """
-    size, is_compiling = x.shape[axis], torch.compiler.is_compiling()
-    padding = ((size + block - 1) // block + is_compiling) * block - size
-    if is_compiling or padding:
+    size, more = x.shape[axis], int(torch.compiler.is_compiling())  # no bool: SymPy does not add it
+    padding = ((size + block - 1) // block + more) * block - size
+    if more or padding:
         x = F.pad(x, (0, padding) if axis == -1 else (0, 0, 0, padding))
     return x.unfold(axis, block, block)
 

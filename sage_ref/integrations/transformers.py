@@ -48,10 +48,10 @@ def register(
     whose empty places are padding, too. On a GPU the mask that transformers makes of a batch is read once for all
     layers; positions, lengths and a mask of your own are read in each layer, which waits for the GPU.
 
-    torch.compile can't read a mask or positions, and transformers makes a mask there of every attention_mask, and for a
-    decoder without a cache: compile without an attention_mask and with use_cache=True (Trainer:
-    TrainingArguments(use_cache=True)), and give generate() with a static cache, which compiles on a GPU,
-    disable_compile=True.
+    torch.compile can't read a mask or positions, and transformers makes a mask there of every attention_mask, for a
+    decoder without a cache, and for every decoder with PyTorch 2.11: compile without an attention_mask, with
+    use_cache=True (Trainer: TrainingArguments(use_cache=True)) and with PyTorch 2.13, and give generate() with a static
+    cache, which compiles on a GPU, disable_compile=True.
 
     SageBwd can't compute a sliding window shorter than the sequence, masks with gaps, dropout of probabilities (set
     `attention_dropout`, in some models `attention_probs_dropout_prob`, to 0), soft caps, sinks, position biases, keys
@@ -126,7 +126,7 @@ def attention(
     if reason is None:
         return by_sagebwd(call, policy.options, parts).transpose(1, 2).contiguous(), None
     if reason.startswith(UNREADABLE):
-        reason += "; transformers makes none without an attention_mask and with use_cache=True"
+        reason += "; transformers makes none without an attention_mask, with use_cache=True and PyTorch 2.13"
     refuse(reason, policy.otherwise, depth=2)
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

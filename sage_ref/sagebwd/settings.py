@@ -86,8 +86,8 @@ class SageBwdSettings:
             check_choice("exact_matmuls", matmul, MATMULS)
         check_count("block_q", self.block_q)
         check_count("block_kv", self.block_kv)
-        for name, value in vars(self).items():
-            object.__setattr__(self, name, plain(value))
+        for name in self.__dataclass_fields__:  # PyTorch 2.11 can't compile a loop over vars(self)
+            object.__setattr__(self, name, plain(getattr(self, name)))
         if self.output_dtype not in (None, *DTYPES):
             raise TypeError(f"output_dtype: expected one of {DTYPES} or None, got {shown(self.output_dtype)}")
 

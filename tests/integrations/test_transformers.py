@@ -147,6 +147,7 @@ def test_what_transformers_sdpa_knows_is_an_error_or_its_own(llama, tokens, name
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="transformers makes a mask for compiled models")
 def test_compiled_without_a_graph_break_and_without_a_cache_the_error_says_what_transformers_needs(tokens):
     torch._dynamo.reset()
     llama = llama_of(layers=1)
@@ -154,7 +155,7 @@ def test_compiled_without_a_graph_break_and_without_a_cache_the_error_says_what_
     found, expected = (gradients(llama, call(tokens, labels=tokens).loss) for call in (compiled, llama))
     assert found.keys() == expected.keys()
     assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-6) for name in found)
-    with pytest.raises(ValueError, match=r"^mask: expected None under torch\.compile .* and with use_cache=True$"):
+    with pytest.raises(ValueError, match=r"^mask: expected None under torch\.compile .* and PyTorch 2.13$"):
         torch.compile(llama, backend="eager")(tokens, use_cache=False)
 
 
