@@ -20,7 +20,7 @@ from sage_course.figures.pretraining import (
 )  # fmt: skip
 from sage_course.figures.sla2_flow import sla2_flow
 from sage_course.figures.sla2_kernels import (
-    DENSE_PEERS, SLA2_LEVEL_NAMES, dense_time, sla2_ladder_figure, sla2_paired_figure, sla2_parts, sla2_time,
+    DENSE_PEERS, SLA2_LEVEL_NAMES, dense_time, sla2_ladder_figure, sla2_paired_figure, sla2_time,
 )  # fmt: skip
 from sage_course.figures.slider import slider
 from sage_course.figures.sparse import (

@@ -16,11 +16,11 @@ PAIRED_COLORS = {"sdpa_flash": RED, "sdpa_cudnn": GREEN, "flex": ORANGE, "fa4": 
 
 
 def sla2_time(bench: Record, n: int, sparsity: float, level: int | None, **changed: Any) -> float | None:
-    """Return the milliseconds of one row of `python -m sage_lab bench --op sla2`; None where nothing was measured.
+    """Return the milliseconds of a row of `python -m sage_lab bench --op sla2 --levels`; None where there is none.
 
     The row is the whole forward op of one of our levels, or that whose columns have the values in `changed`.
     """
-    row = {"op": "sla2", "provider": "sage_kernels", "scope": "op", "direction": "fwd", "part": None} | changed
+    row = {"op": "sla2", "provider": "sage_kernels", "scope": "op", "direction": "fwd"} | changed
     rows = bench.select(n_q=n, sparsity=sparsity, level=level, **row)
     return rows[0]["ms_median"] if rows else None
 
@@ -28,12 +28,6 @@ def sla2_time(bench: Record, n: int, sparsity: float, level: int | None, **chang
 def dense_time(bench: Record, n: int, provider: str) -> float:
     """Return the milliseconds of the forward pass of attention over all blocks, in the same record."""
     return sla2_time(bench, n, 0.0, None, op="attention", provider=provider, scope="autograd")
-
-
-def sla2_parts(bench: Record, n: int, sparsity: float) -> dict[str, float]:
-    """Return the milliseconds of the op's parts by name, without the extra measurements named "... alone"."""
-    rows = bench.select(scope="part", n_q=n, sparsity=sparsity)
-    return {row["part"]: row["ms_median"] for row in rows if not row["part"].endswith("alone")}
 
 
 def sla2_ladder_figure(

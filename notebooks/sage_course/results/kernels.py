@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from sage_lab.experiments.table1 import TENSORS
 from sage_lab.records import Record, Row, markdown_table, read_record
 
+from sage_ref.sagebwd.settings import GRANULARITIES
+
 BENCH, ACCURACY, INSTRUCTIONS = "ladder_h200", "accuracy_h200", "instructions_levels_cpu"
 SLA2_ACCURACY = "accuracy_sla2_h200"
 OURS, FLASH, CUDNN = ({"provider": name} for name in ("sage_kernels", "sdpa_flash", "sdpa_cudnn"))
-HEAD_DIMS, CAUSAL = (128, 64), (False, True)
+HEAD_DIMS, CAUSAL, DTYPES = (128, 64), (False, True), ("float16", "bfloat16")
 MAIN_N = 8192
 
 
@@ -58,10 +60,11 @@ def accuracy() -> str:
     tensors = (*TENSORS, "dalpha")
     dense, sparse = read_record(ACCURACY), read_record(SLA2_ACCURACY)
     lines = []
-    for dtype in ("float16", "bfloat16"):
-        rows = dense.select(table="shapes", dtype=dtype)
-        lines.append((f"SageBwd, {dtype}", len(rows), *largest(rows, TENSORS), ""))
-    for quantize, dtype in itertools.product((False, True), ("float16", "bfloat16")):
+    for granularity, dtype in itertools.product(GRANULARITIES, DTYPES):
+        rows = dense.select(granularity=granularity, dtype=dtype)
+        scales = "tile" if granularity == "block" else granularity
+        lines.append((f"SageBwd, one scale per {scales}, {dtype}", len(rows), *largest(rows, TENSORS), ""))
+    for quantize, dtype in itertools.product((False, True), DTYPES):
         rows = sparse.select(dtype=dtype, quantize=quantize)
         branch = "INT8" if quantize else "16 bit"
         lines.append((f"SLA2, sparse branch in {branch}, {dtype}", len(rows), *largest(rows, tensors)))

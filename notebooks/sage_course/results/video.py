@@ -11,7 +11,6 @@ from PIL import Image
 from sage_lab.experiments.video.plan import AFTERWARDS, FULL, NOT_TUNED, VideoRun
 from sage_lab.experiments.video.verdicts import (
     COLUMNS,
-    LOSS,
     Difference,
     bootstrap,
     mean_cell,
@@ -22,15 +21,13 @@ from sage_lab.experiments.video.verdicts import (
 from sage_lab.records import RECORDED, Record, Row, markdown_table, read_record
 from torch import Tensor
 
-from sage_course.results.pretraining import signed
-
-ARMS, SPEED, PICTURES = "video_h200.json", "video_speed_h200.json", "video_pictures"  # in the folder of records
+ARMS = "video_h200.json"  # in the folder of records
+ABLATIONS, SPEED, PICTURES = "video_ablations_h200.json", "video_speed_h200.json", "video_pictures"  # archived
 # VisionReward at 97% sparsity, if the arm doesn't say otherwise. The paper's full model was not fine-tuned.
 PAPER_SCORES = {
     NOT_TUNED: 0.1084, "SLA2": 0.1039, AFTERWARDS: 0.0850, "router at its start": 0.0876, "SLA at 90%": 0.0872,
     "SLA2 at 95%": 0.1023, "SLA2 at 90%": 0.1093, "SLA2 at 85%": 0.1135,
 }  # fmt: skip
-SHOWN = ("loss", "PSNR to full, dB", "attention's error", "objects kept")  # of COLUMNS
 TIMED = {  # the attentions of the archived `video speed`
     "sla2": "SLA2",
     "exact": "PyTorch's pick",
@@ -38,14 +35,6 @@ TIMED = {  # the attentions of the archived `video speed`
     "cudnn": "cuDNN",
     "flash_attention_4": "FlashAttention-4",
     "flex": "FlexAttention, as many keys",
-}
-ON_CLIPS = "clip_loss_by_video"  # an archived measure: the loss on six real clips, which nobody trained on
-JUDGED_BY = {
-    LOSS: "by the loss",
-    ON_CLIPS: "on real clips",
-    "psnr_by_video": "by PSNR",
-    "ssim_by_video": "by SSIM",
-    "kept_by_video": "by objects kept",
 }
 
 
@@ -61,29 +50,14 @@ def record_of(name: str) -> Record:
 
 
 def results() -> str:
-    """Return the tables of all arms and of all claims, for RESULTS.md."""
-    record = record_of(ARMS)
-    names = list(dict.fromkeys(row["arm"] for row in record.rows))
-    left = record.provenance.get("unfinished")
-    unfinished = f" {len(left)} of the plan's runs are missing; the record names them." if left else ""
-    caption = f"{record.caption[0].upper()}{record.caption[1:]}.{unfinished}"
-    return "\n\n".join([arms(record, names, SHOWN), claims_by_every_measure(record), caption])
-
-
-def claims_by_every_measure(record: Record) -> str:
-    """Return a line per claim: the loss that it saves, and the verdict by each measure that the record has."""
-    measures = [measure for measure in JUDGED_BY if any(measure in row for row in record.rows)]
-    found = {(row["claim"], row["on"]): row for row in verdict_rows(record.rows, measures)}
-    lines = []
-    for claim in dict.fromkeys(claim for claim, _ in found):
-        by_loss = found[claim, LOSS]
-        saved = "{} ({} to {})".format(*(signed(1000 * by_loss[name], ".2f") for name in ("mean", "low", "high")))
-        verdicts = (found[claim, measure]["verdict"] if (claim, measure) in found else "" for measure in measures)
-        paper = "{:.4f} against {:.4f}".format(*by_loss["paper"]) if by_loss["paper"] else ""
-        lines.append((claim, saved, by_loss["seeds"], *verdicts, paper))
-    judged = (JUDGED_BY[measure] for measure in measures)
-    header = ("claim", "loss it saves, 1/1000 (95%)", "seeds", *judged, "VisionReward in the paper")
-    return markdown_table(header, lines)
+    """Return the tables of arms and claims, and the claims that only an archived record decides, for RESULTS.md."""
+    record, earlier = record_of(ARMS), record_of(ABLATIONS)
+    found, names = verdict_rows(record.rows), list(dict.fromkeys(row["arm"] for row in record.rows))
+    decided = [row["claim"] for row in found]
+    others = [row for row in verdict_rows(earlier.rows) if row["claim"] not in decided]
+    here = f"The arms and these claims were {record.caption}. The claims below need more arms, which were trained once"
+    there = f"{here} before, from a different start, {earlier.caption}:"
+    return "\n\n".join([arms(record, names), verdict_table(found), there, verdict_table(others)])
 
 
 def speed() -> str:
@@ -116,12 +90,12 @@ def restored(names: Collection[str]) -> dict[str, Tensor]:
 
 def above_full(record: Record, arm: str) -> Difference | None:
     """Return by how much the arm's loss is above full attention's; None if no seed has both."""
-    more = None if arm == FULL else paired(record.rows, FULL, arm, LOSS)
+    more = None if arm == FULL else paired(record.rows, FULL, arm)
     return None if more is None else bootstrap(more)
 
 
-def arms(record: Record, names: Collection[str], columns: Collection[str]) -> Text:
-    """Return a line per arm: means over seeds, its loss above full attention's, the paper's score."""
+def arms(record: Record, names: Collection[str]) -> Text:
+    """Return a line per arm: its loss above full attention's, means over seeds, the paper's score."""
     lines = []
     for arm in names:
         found = record.select(arm=arm)
@@ -129,8 +103,8 @@ def arms(record: Record, names: Collection[str], columns: Collection[str]) -> Te
         above = "" if more is None else "{:+.2f} ({:+.2f} to {:+.2f})".format(*(1000 * x for x in more[:3]))
         above = "diverged" if any(row.get("diverged") for row in found) else above
         score = f"{PAPER_SCORES[arm]:.4f}" if arm in PAPER_SCORES else ""
-        lines.append((arm, len(found), above, *(mean_cell(found, *COLUMNS[name]) for name in columns), score))
-    header = ("arm", "seeds", "loss above full's, 1/1000 (95%)", *columns, "VisionReward in the paper")
+        lines.append((arm, len(found), above, *(mean_cell(found, *column) for column in COLUMNS.values()), score))
+    header = ("arm", "seeds", "loss above full's, 1/1000 (95%)", *COLUMNS, "VisionReward in the paper")
     return Text(markdown_table(header, lines))
 
 

@@ -7,7 +7,6 @@ is above 0, contradicted if all of it is below, and otherwise not decided. One s
 only videos are drawn, and `seeds` is 1.
 """
 
-import itertools
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,11 @@ from sage_lab.records import Row, markdown_table
 
 DRAWS = 10_000
 LOSS = "loss_by_video"
-HIGHER_IS_BETTER = ("psnr_by_video", "ssim_by_video", "kept_by_video")  # of an archived record
 SUPPORTED, CONTRADICTED, NOT_DECIDED = "supported", "contradicted", "not decided"
 
 
 class Claim(NamedTuple):
-    """A claim that `better` has the lower loss, or is higher on a different measure.
+    """A claim that `better` has the lower loss.
 
     paper: the VisionReward of (better, worse) in the paper, or None where it reports none.
     """
@@ -67,29 +65,26 @@ def bootstrap(differences: np.ndarray, draws: int = DRAWS) -> Difference:
     return Difference(float(differences.mean()), float(low), float(high), seeds)
 
 
-def paired(rows: Sequence[Row], better: str, worse: str, column: str) -> np.ndarray | None:
-    """Return the gain of `better` by seed and video, for the seeds that have both arms; None if no seed has."""
+def paired(rows: Sequence[Row], better: str, worse: str) -> np.ndarray | None:
+    """Return the loss that `better` saves by seed and video, for the seeds that have both arms; None if no seed has."""
     by_seed = [
-        {row["seed"]: row[column] for row in rows if row["arm"] == arm and row.get(column)} for arm in (better, worse)
+        {row["seed"]: row[LOSS] for row in rows if row["arm"] == arm and row.get(LOSS)} for arm in (better, worse)
     ]
     common = sorted(by_seed[0].keys() & by_seed[1].keys())
-    if not common:
-        return None
-    saved = np.array([np.subtract(by_seed[1][seed], by_seed[0][seed]) for seed in common])
-    return -saved if column in HIGHER_IS_BETTER else saved
+    return np.array([np.subtract(by_seed[1][seed], by_seed[0][seed]) for seed in common]) if common else None
 
 
-def verdict_rows(rows: Sequence[Row], columns: Sequence[str] = (LOSS,)) -> list[Row]:
-    """Return a row per column and claim that the rows have both arms of. An arm that diverged loses."""
+def verdict_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return a row per claim that the rows have both arms of. An arm that diverged loses."""
     arms, diverged = {x["arm"] for x in rows}, {x["arm"] for x in rows if x.get("diverged")}
     found = []
-    for column, claim in itertools.product(columns, CLAIMS):
+    for claim in CLAIMS:
         both = {claim.better, claim.worse}
-        row = {"claim": claim.words, "better": claim.better, "worse": claim.worse, "paper": claim.paper, "on": column}
+        row = {"claim": claim.words, "better": claim.better, "worse": claim.worse, "paper": claim.paper}
         if both & diverged and both <= arms:
             verdict = NOT_DECIDED if both <= diverged else CONTRADICTED if claim.better in diverged else SUPPORTED
             found.append(row | {"verdict": f"{verdict}: {' and '.join(sorted(both & diverged))} diverged"})
-        elif (saved := paired(rows, claim.better, claim.worse, column)) is not None:
+        elif (saved := paired(rows, claim.better, claim.worse)) is not None:
             difference = bootstrap(saved)
             found.append(row | difference._asdict() | {"verdict": difference.verdict})
     return found
@@ -109,9 +104,7 @@ def verdict_table(found: Sequence[Row]) -> str:
 
 COLUMNS = {  # heading: (name in a row, format)
     "loss": ("loss", "{:.5f}"),
-    "PSNR to full, dB": ("psnr", "{:.2f}"),  # this and the last in an archived record
     "attention's error": ("attention_error", "{:.3f}"),
-    "objects kept": ("kept", "{:.1%}"),
 }
 
 
