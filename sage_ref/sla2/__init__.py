@@ -1,10 +1,10 @@
 """SLA2 (arXiv 2602.12675): sparse-linear attention with a learnable router, and SLA, which it builds on.
 
-blocks      blocks of tokens, block masks, which blocks to select
+blocks      blocks of tokens, block masks, scores of blocks
 branches    the sparse and the linear branch for any block weights, differentiable
 algorithm   Algorithms 2 and 3, block by block, to be read next to the paper
 whole       the same on whole matrices, and as one differentiable operation
-router      the learnable router, SoftTop-k
+router      which blocks to select: Top-k, the learnable router, SoftTop-k
 sla, module the modules SLA and SLA2
 api         `sparse_linear_attention`, and the reference backend
 """
@@ -23,7 +23,6 @@ from sage_ref.sla2.blocks import (
     per_query,
     selected_count,
     spread_blocks,
-    top_blocks,
 )
 from sage_ref.sla2.branches import (
     divisor,
@@ -36,7 +35,7 @@ from sage_ref.sla2.branches import (
     weighted_sums,
 )
 from sage_ref.sla2.module import SLA2
-from sage_ref.sla2.router import EQUATIONS_16_17, PRINTED, Relaxation, Router, soft_top_k
+from sage_ref.sla2.router import EQUATIONS_16_17, PRINTED, Relaxation, Router, soft_top_k, top_blocks
 from sage_ref.sla2.sla import SLA
 from sage_ref.sla2.whole import SparseLinearFunction, sla2_backward, sla2_forward
 

@@ -1,8 +1,8 @@
 """Blocks of queries and of keys, and the block mask M [Tm, Tn]: one entry per block_q queries and block_kv keys.
 
 Between tokens and blocks (`into_blocks`, `from_blocks`, `block_mean`, `spread_blocks`, `per_query`), how many blocks a
-row keeps and which (`selected_count`, `top_blocks`), and two scores for that: where the softmax's mass is
-(`block_mass`), and SLA's guess from block means (`heuristic_scores`).
+row keeps (`selected_count`), and two scores of blocks: where the softmax's mass is (`block_mass`), and SLA's guess from
+block means (`heuristic_scores`).
 
 Scores [Nq, Nk] exist for some blocks of queries at a time (`query_parts`), so memory grows with N and not with its
 square.
@@ -142,16 +142,6 @@ def by_parts_again(
 def selected_count(sparsity: float, key_blocks: int) -> int:
     """Return how many key blocks a query block selects: (1 - sparsity) of them, half rounded to even, at least one."""
     return max(1, round((1 - sparsity) * key_blocks))
-
-
-def top_blocks(scores: Tensor, count: int) -> Tensor:
-    """Return bool, True for the `count` largest scores of each row; among equal scores the first block wins.
-
-    scores [..., Tm, Tn]. count beyond Tn selects all. A NaN counts as larger than any number.
-    """
-    scores = scores + 0.0  # CUDA sorts -0 after 0
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)
 
 
 def heuristic_scores(query: Tensor, key: Tensor, settings: BlockSettings) -> Tensor:

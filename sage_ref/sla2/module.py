@@ -184,6 +184,7 @@ class SLA2(nn.Module):
 
     def soft_block_mask(self, query: Tensor, key: Tensor) -> Tensor:
         """Return the weights of `relaxation`, [B, H, Tm, Tn] in [0, 1], differentiable in the router's projections."""
+        check_reverse_mode(query=query, key=key)
         return self.router.soft_choice(query, key, self._count(key), self.relaxation)[0]
 
     def _count(self, key: Tensor) -> int:

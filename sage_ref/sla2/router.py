@@ -1,7 +1,7 @@
 """SLA2's learnable router: which blocks get softmax attention, and how that choice is trained (arXiv 2602.12675).
 
 Blocks are scored by proj_q(Qbar) proj_k(Kbar)^T, with Qbar, Kbar the means of blocks of queries and of smoothed keys.
-Hard Top-k keeps the largest k% of each row, and has no gradient. In training SoftTop-k replaces it:
+Hard Top-k keeps the largest k% of each row (`top_blocks`), and has no gradient. In training SoftTop-k replaces it:
 
 SoftTop-k(x)_ij = sigmoid(x_ij / tau + lambda_i),  lambda_i such that row i sums to as many blocks as Top-k keeps.
 
@@ -39,13 +39,23 @@ from sage_ref.checks import (
 )
 from sage_ref.derivatives import gradients_once
 from sage_ref.shapes import called
-from sage_ref.sla2.blocks import BlockSettings, router_means, top_blocks
+from sage_ref.sla2.blocks import BlockSettings, router_means
 
 SCORES = ("logits", "P_c", "log P_c")
 # An unselected block's M in a straight-through mask: its gradient grows with 1/M where the mask misses a row's mass.
 LEAST_WEIGHT = 1e-3
 NARROW = 0.7  # from a bracket of this width on Newton's method is certain to converge
 NEWTON_STEPS = 5
+
+
+def top_blocks(scores: Tensor, count: int) -> Tensor:
+    """Return bool, True for the `count` largest scores of each row; among equal scores the first block wins.
+
+    scores [..., Tm, Tn]. count beyond Tn selects all. A NaN counts as larger than any number.
+    """
+    scores = scores + 0.0  # CUDA sorts -0 after 0
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order[..., :count], True)
 
 
 class SoftTopK(torch.autograd.Function):
@@ -125,6 +135,11 @@ def soft_top_k(x: Tensor, count: int, temperature: float = 0.1) -> Tensor:
     check_temperature(temperature)
     if x.dim() == 0:
         raise ValueError(f"x: expected at least 1 dimension, got shape {tuple(x.shape)}")
+    return soft_top_k_of_checked(x, count, temperature)
+
+
+def soft_top_k_of_checked(x: Tensor, count: int, temperature: float) -> Tensor:
+    """Compute `soft_top_k` of arguments that fit."""
     if count >= x.shape[-1]:
         return torch.ones_like(x)
     soft, _ = SoftTopK.apply(x, count, temperature)
@@ -167,7 +182,7 @@ class Relaxation:
 
     def block_weights(self, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return M for the two branches and SoftTop-k, [..., Tm, Tn] each; rows of SoftTop-k sum to `count`."""
-        soft = soft_top_k(scores, count, self.temperature)
+        soft = soft_top_k_of_checked(scores, count, self.temperature)
         if not self.straight_through:
             return soft, soft
         hard = top_blocks(scores.detach(), count).to(soft.dtype).clamp_min(LEAST_WEIGHT)
@@ -213,6 +228,7 @@ class Router(nn.Module):
 
     def soft_choice(self, query: Tensor, key: Tensor, count: int, relaxation: Relaxation) -> tuple[Tensor, Tensor]:
         """Return a relaxation's M for the two branches, and SoftTop-k; differentiable in both projections."""
+        check_reverse_mode(**dict(self.named_parameters()))
         c = softmax_scale(self.settings.scale, query.shape[-1])
         with torch.autocast(query.device.type, enabled=False):
             scores = relaxation.scores_of(self(query, key), c)

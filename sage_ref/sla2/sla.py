@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from sage_ref.checks import check_count, check_heads, check_options, check_share
 from sage_ref.shapes import called, in_working_dtype
 from sage_ref.sla2.api import sparse_linear_attention
-from sage_ref.sla2.blocks import BlockSettings, heuristic_scores, selected_count, top_blocks
+from sage_ref.sla2.blocks import BlockSettings, heuristic_scores, selected_count
 from sage_ref.sla2.branches import linear_branch, sparse_branch
+from sage_ref.sla2.router import top_blocks
 
 
 class ZeroAtFirst(nn.Linear):

@@ -295,6 +295,7 @@ def test_a_function_in_place_of_sdpa_and_an_exported_module_are_seen(monkeypatch
 
 def test_where_no_call_is_seen_that_is_said_once(qkv, monkeypatch):
     monkeypatch.setattr(pytorch, "_has_compiled", lambda: False)  # by a test before this one
+    monkeypatch.setattr(sdpa, "captured", False)
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v: (q @ k.mT).softmax(-1) @ v)
 
     def run():

@@ -16,7 +16,7 @@ import torch
 from sage_ref.integrations.transformers import check, register
 from sage_ref.tracing import relative_l2
 
-transformers = pytest.importorskip("transformers", reason="needs the extra transformers")
+transformers = pytest.importorskip("transformers", "5.23", reason="needs the extra transformers")
 
 CONFIG = {
     "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.func import grad, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 from torch.testing import assert_close
 
 from sage_ref import SLA, SLA2, QKNorm, sagebwd_attention, sparse_linear_attention
@@ -117,6 +117,9 @@ def test_forward_mode_is_refused(call):
         jvp(call, (q, k, v), (q, k, v))
     with forward_ad.dual_level(), pytest.raises(ValueError, match=message):
         call(forward_ad.make_dual(q, q), k, v)
+    weight = soft_sla2.router.proj_q.weight
+    with pytest.raises(ValueError, match="^proj_q.weight: expected reverse mode"):
+        jvp(lambda x: functional_call(soft_sla2, {"router.proj_q.weight": x}, (q, k, v)), (weight,), (weight,))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 from sage_lab.bench.accuracy import Grid, largest, sagebwd_rows, sla2_rows
 from sage_lab.command_line import Failed
-from sage_lab.records import RECORDED, read_record
+from sage_lab.records import read_record
 
 SMALL = Grid(
     head_dims=(64,), lengths=((7, 1), (5, 70)), heads=((1, 1),), dtypes=("float16",), selected=("50%",), device="cpu"
@@ -16,7 +16,7 @@ SMALL = Grid(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter")
 @pytest.mark.parametrize(("rows_of", "record"), [(sagebwd_rows, "accuracy_h200"), (sla2_rows, "accuracy_sla2_h200")])
 def test_the_kernels_are_compared_with_the_reference(rows_of, record):
-    known = {tuple(row) for row in read_record(RECORDED / f"{record}.json").rows}
+    known = {tuple(row) for row in read_record(record).rows}
     for row in rows_of(SMALL):
         found = {"O", "dQ", "dK", "dV", "dalpha"} & row.keys()
         assert found >= {"O", "dV"}
