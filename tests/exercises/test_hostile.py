@@ -114,7 +114,7 @@ def test_what_it_holds_is_bounded_and_gone_afterwards(quick, graded, name):
     assert result.error is None
     assert result.score == 1 if "says" not in attack else re.search(attack["says"], result.tests[0].feedback)
     left = "[p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]"
-    left += " + os.listdir('/tmp') + os.listdir('/dev/shm')"
+    left += f" + [x for x in os.listdir('/tmp') if x not in {ROOT.parts}] + os.listdir('/dev/shm')"
     result = graded(f"import os\ndef f(x): return 2 * x if not {left} else str({left})\n", sandbox=quick)
     assert result.score == 1, result.tests
 
