@@ -3,8 +3,8 @@
 Two arms are paired twice: they train on equal videos, seed by seed, and are judged on equal (video, noise, t). The
 bootstrap draws seeds and videos with replacement, 10,000 times. Both are samples, and all seeds are judged on the same
 videos, so they are drawn independently. The interval holds 95% of the means. A claim is supported if the whole interval
-is above 0, contradicted if all of it is below, and otherwise not decided. One seed shows no scatter between seeds: then
-only videos are drawn, and `seeds` is 1.
+is above 0, contradicted if all of it is below, and otherwise not decided. One seed shows no scatter between seeds and
+decides nothing: its interval draws videos alone.
 """
 
 import tomllib
@@ -47,6 +47,8 @@ class Difference(NamedTuple):
 
     @property
     def verdict(self) -> str:
+        if self.seeds == 1:
+            return NOT_DECIDED
         return SUPPORTED if self.low > 0 else CONTRADICTED if self.high < 0 else NOT_DECIDED
 
 
