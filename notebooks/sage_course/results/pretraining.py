@@ -312,8 +312,9 @@ def gpt_table(record: Record) -> str:
     described = (
         f"{record.rows[0]['parameters'] / 1e6:.0f} million parameters, trained on Linux's sources. From the fourth "
         "column on: |g - exact| / |exact| at the end, of the whole model's gradient on 4,096 held-out tokens, then of "
-        "dQ in the worst layer by itself. What is empty had been measured without K-smoothing by mistake, and was "
-        'removed; "unbiased" was not measured in the older runs. '
+        "dQ in the worst layer by itself, and last between SageBwd's kernels and its PyTorch reference. What is empty "
+        'had been measured without K-smoothing by mistake, and was removed; "unbiased" was not measured in the older '
+        "runs. "
         f"{record.caption[0].upper()}{record.caption[1:]}."
     )
     return f"{tables}\n\n{described}\n\n{scales_words(record)}\n\n{gaps_table(record)}"
