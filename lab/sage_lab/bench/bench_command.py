@@ -1,8 +1,9 @@
 """The command `bench`: times of the public functions or of every level, launch tables, or the L2 cache's rate."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -85,31 +86,34 @@ class Bench(Arguments):
 
 
 def timed(bench: Bench, gpu: Gpu, command: str) -> list[Row]:
-    """Return the rows of all shapes, and of who is missing. With a record, finished shapes are not measured again.
+    """Return the rows of all turns, and of who is missing. With a record, finished turns are not measured again.
 
     They are kept in a file beside it, which goes once all are there. The record holds all that is finished.
     """
-    if bench.json is None:
-        return [row for shape in bench.shapes for row in measured_rows(bench, shape, gpu)]
     here = provenance(command)
     same = [here[name] for name in ("gpu", "driver", "torch", "triton", "commit")]
-    finished, found = FinishedParts(bench.json, (bench.op, bench.levels, bench.shapes, same)), []
+    arguments = bench.op, bench.levels, bench.shapes, bench.without, same
+    finished, found = FinishedParts(bench.json, arguments) if bench.json else None, []
     for shape in bench.shapes:
-        if str(shape) in finished.parts:
-            print(f"\n{shape}: measured before", flush=True)
-        found += finished.rows(str(shape), lambda shape=shape: measured_rows(bench, shape, gpu))
-        missing = [row for row in found if "missing" in row]
-        times = [row for row in found if "missing" not in row]
-        write_record(bench.json, times, command=command, seeds=[0], missing=missing)
-    finished.remove()
+        print(f"\n{shape}\n\n{markdown_table(PRINTED, [])}", flush=True)
+        for number, turn in enumerate(bench.measurement.turns(shape, gpu)):
+            measured = partial(measured_rows, turn, bench.without)
+            if finished is None:
+                found += measured()
+                continue
+            found += finished.rows(f"{shape}, turn {number}", measured)
+            missing = [row for row in found if "missing" in row]
+            times = [row for row in found if "missing" not in row]
+            write_record(bench.json, times, command=command, seeds=[0], missing=missing)
+    if finished is not None:
+        finished.remove()
     return found
 
 
-def measured_rows(bench: Bench, shape: Shape, gpu: Gpu) -> list[Row]:
-    """Measure one shape and print each row as soon as it is there."""
-    print(f"\n{shape}\n\n{markdown_table(PRINTED, [])}", flush=True)
+def measured_rows(turn: Turn, without: Sequence[str]) -> list[Row]:
+    """Measure one turn and print each row as soon as it is there."""
     rows = []
-    for row in measure(bench.measurement.turns(shape, gpu), bench.without):
+    for row in measure([turn], without):
         rows.append(row)
         if "missing" in row:
             print(f"not timed: {row['provider']}, {row['missing']}", flush=True)

@@ -238,8 +238,9 @@ def test_lengths_and_head_sizes_can_be_chosen():
     assert [(x.heads, x.n) for x in Bench(op="sla2", levels=True, n=(8192, 75600)).shapes] == [(12, 8192), (40, 75600)]
 
 
-def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one(monkeypatch, tmp_path):
-    """Three lengths, the second of which is interrupted the first time."""
+@pytest.mark.parametrize(("commit", "again"), [("one", 3), ("two", 4)])
+def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one(commit, again, monkeypatch, tmp_path):
+    """Four turns of one shape, the second of which is interrupted the first time."""
     measured = []
 
     class Interrupted(Cpu):
@@ -252,21 +253,22 @@ def test_a_run_goes_on_where_it_was_stopped_unless_the_commit_is_a_different_one
                 raise KeyboardInterrupt
             return 1.0
 
-    class Three(Short):
-        shapes = tuple(SHAPE._replace(n=n, layout="bnhd") for n in (16, 17, 18))
+    def directions():
+        Small(json=tmp_path / "record.json", without=("flex",)).run("bench", Interrupted())
+        return recorded()
 
-    def rows():
-        Three(json=tmp_path / "record.json", without=("flex",)).run("bench", Interrupted())
-        return [row["n_q"] for row in read_record(tmp_path / "record.json").rows]
+    def recorded():
+        return [row["direction"] for row in read_record(tmp_path / "record.json").rows]
 
     monkeypatch.setenv("SAGE_REF_COMMIT", "one")
     with pytest.raises(KeyboardInterrupt):
-        rows()
+        directions()
     of_one = 3  # ours, ours unbiased, sdpa_flash
-    assert [row["n_q"] for row in read_record(tmp_path / "record.json").rows] == [16] * of_one
-    assert rows() == [16] * of_one + [17] * of_one + [18] * of_one
-    assert len(measured) == 4 + 2 * of_one
-    assert [path.name for path in tmp_path.iterdir()] == ["record.json"]
+    assert recorded() == ["fwd"] * of_one
+    monkeypatch.setenv("SAGE_REF_COMMIT", commit)
+    assert directions() == ["fwd"] * of_one + ["bwd"] * of_one + ["fwd+bwd"] * 2 * of_one
+    assert len(measured) == 4 + again * of_one
+    assert (len(list(tmp_path.iterdir())) == 1) == (commit == "one")  # of a different commit the finished turns stay
 
 
 # Rates of memory
