@@ -228,7 +228,7 @@ class Router(nn.Module):
 
     def soft_choice(self, query: Tensor, key: Tensor, count: int, relaxation: Relaxation) -> tuple[Tensor, Tensor]:
         """Return a relaxation's M for the two branches, and SoftTop-k; differentiable in both projections."""
-        check_reverse_mode(**dict(self.named_parameters()))
+        check_reverse_mode(**dict(self.named_parameters()))  # SoftTop-k's gradient is written by hand
         c = softmax_scale(self.settings.scale, query.shape[-1])
         with torch.autocast(query.device.type, enabled=False):
             scores = relaxation.scores_of(self(query, key), c)

@@ -55,9 +55,11 @@ def results() -> str:
     found, names = verdict_rows(record.rows), list(dict.fromkeys(row["arm"] for row in record.rows))
     decided = [row["claim"] for row in found]
     others = [row for row in verdict_rows(earlier.rows) if row["claim"] not in decided]
-    here = f"The arms and these claims were {record.caption}. The claims below need more arms, which were trained once"
-    there = f"{here} before, from a different start, {earlier.caption}:"
-    return "\n\n".join([arms(record, names), verdict_table(found), there, verdict_table(others)])
+    between = (
+        f"The arms and these claims were {record.caption}. The claims below need more arms. They were trained once "
+        f"before, from a different start, and {earlier.caption}:"
+    )
+    return "\n\n".join([arms(record, names), verdict_table(found), between, verdict_table(others)])
 
 
 def speed() -> str:
