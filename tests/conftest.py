@@ -60,10 +60,10 @@ def temporary_folder_of_the_test():
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    marker, reason = ("interpreter", "needs no GPU") if torch.cuda.is_available() else ("gpu", "needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker(marker):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter):

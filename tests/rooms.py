@@ -15,14 +15,7 @@ ROOMS = {
     "tests": "tests",
 }
 BUDGETS = tomllib.loads((REPOSITORY / "tests/token_budgets.toml").read_text(encoding="utf-8"))
-LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-    tokenize.INDENT,
-    tokenize.NEWLINE,
-    tokenize.NL,
-}
+LAYOUT = {"COMMENT", "DEDENT", "ENDMARKER", "INDENT", "NEWLINE", "NL", "FSTRING_START"}
 
 
 def files(folder):
@@ -31,9 +24,17 @@ def files(folder):
 
 
 def tokens_of(text):
-    """Return how many tokens a program has, without comments and layout: joining lines doesn't change it."""
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(token.type not in LAYOUT for token in tokens)
+    """Return how many tokens a program has, without comments and layout: joining lines doesn't change it.
+
+    An f-string is one token, as it was before Python 3.12.
+    """
+    count = depth = 0
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = tokenize.tok_name[token.type]
+        depth -= kind == "FSTRING_END"
+        count += not depth and kind not in LAYOUT
+        depth += kind == "FSTRING_START"
+    return count
 
 
 def tokens_in(room):

@@ -133,7 +133,6 @@ def test_masks_by_parts_are_as_exact_as_int8_forward_and_backward(place, name):
 PACKED = (0, 12, 24, 31, 40, 45), (0, 5)  # where the documents of two sequences begin
 IN_FLOAT64 = PLACES[0].values[0]._replace(dtype=torch.float64)  # where bits don't depend on the order in memory
 INTERPRETED = Place("cpu", torch.float16, 32, "triton", 0.05)
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors on the CPU are for Triton's interpreter alone")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")  # where a GPU just computes NaN
@@ -143,7 +142,7 @@ ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="tensors on the CP
         pytest.param(IN_FLOAT64, 65535, [2, 1, 1, 2], id="by length"),
         pytest.param(IN_FLOAT64, 2, [1] * 6, id="more heads than a launch takes"),
         pytest.param(*PLACES[1].values, 65535, [2, 1, 1, 2], id="kernels", marks=pytest.mark.gpu),
-        pytest.param(INTERPRETED, 65535, [[12, 12, 7, 9, 5, 5]], id="several lengths", marks=ON_CPU),
+        pytest.param(INTERPRETED, 65535, [[12, 12, 7, 9, 5, 5]], id="several lengths", marks=pytest.mark.interpreter),
     ],
 )
 def test_packed_documents_have_the_bits_of_each_alone_forward_and_backward(place, heads, expected_calls, monkeypatch):

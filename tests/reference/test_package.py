@@ -8,10 +8,10 @@ from rooms import REPOSITORY
 
 
 def python(program, *arguments):
-    """Standard output of a fresh interpreter that runs `program`."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=REPOSITORY, check=False
-    )
+    """Standard output of a fresh interpreter that runs `program` without a GPU, where PyTorch asks for triton."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

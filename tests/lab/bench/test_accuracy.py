@@ -1,7 +1,6 @@
 """What the command accuracy measures, on the CPU: a few shapes, by Triton's interpreter."""
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 from sage_lab.bench.accuracy import Grid, largest, sagebwd_rows, sla2_rows
@@ -13,7 +12,7 @@ SMALL = Grid(
 )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="made for the interpreter")
+@pytest.mark.interpreter
 @pytest.mark.parametrize(("rows_of", "record"), [(sagebwd_rows, "accuracy_h200"), (sla2_rows, "accuracy_sla2_h200")])
 def test_the_kernels_are_compared_with_the_reference(rows_of, record):
     known = {tuple(row) for row in read_record(record).rows}

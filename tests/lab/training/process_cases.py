@@ -15,7 +15,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["pytest", "sage_ref.parallel", "sage_lab.training.pretrain", "numpy.random", "torch._dynamo"]
 )
-LIMIT = 120  # seconds
+LIMIT = 600  # seconds
 # All tests share the process that is forked, so its socket must outlive a test's own folder for temporary files.
 of_the_run, tempfile.tempdir = tempfile.tempdir, str(Path(tempfile.gettempdir()).parent)
 util.get_temp_dir()
