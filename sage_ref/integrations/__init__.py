@@ -11,7 +11,7 @@ On a CPU the reference computes, on a GPU the kernels where they can: as `sage_r
 | integration | tried with | forward | backward | torch.compile | test |
 | --- | --- | --- | --- | --- | --- |
 | `with sage_ref.sdpa()` | torch 2.13 | yes | yes, also under checkpoints | whole | test_sdpa |
-| transformers | 5.23 | yes, generate() too | yes, autocast | whole | test_transformers |
+| transformers | 5.24 | yes, generate() too | yes, autocast | whole | test_transformers |
 | diffusers, SageBwd | 0.42.1 | yes | yes | whole | test_diffusers |
 | diffusers, SLA2 | 0.42.1 | yes, saved and loaded | yes, in stages | whole | test_diffusers |
 

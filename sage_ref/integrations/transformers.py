@@ -25,7 +25,7 @@ HARMLESS = {
     "output_hidden_states", "output_router_logits", "position_ids", "return_dict", "sliding_window", "use_cache",
 }  # fmt: skip
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k")
-BY_SDPA = ("position_bias", "cache", "output_attentions")  # which transformers' "sdpa" takes; it ignores any other
+BY_SDPA = ("position_bias", "output_attentions")  # which transformers' "sdpa" takes; it ignores any other
 
 
 def register(
@@ -225,7 +225,7 @@ class Layers(NamedTuple):
 def check(model: nn.Module, name: str = "sagebwd") -> Layers:
     """Count the layers of a transformers model that take the attention `name`, and those that don't, with the reason.
 
-    transformers gives an attention to layers that ask for it by its name. Some models (Falcon, Bloom, GPT-J, MPT, ...)
+    transformers gives an attention to layers that ask for it by its name. Some models (Falcon, Bloom, MPT, ...)
     compute attention in classes of their own, and set_attn_implementation changes nothing there.
     """
     layers = {module for module in model.modules() if "Attention" in type(module).__name__ or _asks_by_name(module)}
