@@ -60,7 +60,9 @@ def temporary_folder_of_the_test():
 
 
 def pytest_collection_modifyitems(items):
-    marker, reason = ("interpreter", "needs no GPU") if torch.cuda.is_available() else ("gpu", "needs a CUDA device")
+    marker, reason = (
+        ("no_gpu", "for machines without a GPU") if torch.cuda.is_available() else ("gpu", "needs a CUDA device")
+    )
     for item in items:
         if item.get_closest_marker(marker):
             item.add_marker(pytest.mark.skip(reason=reason))

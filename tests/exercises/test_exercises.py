@@ -276,7 +276,7 @@ kernel[(1,)](x, y, N='four', M=4) -> f raised an error: line 4:
 """  # N=8: what stands behind x is infinite
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a stray store on a GPU may harm the tests after it")
+@pytest.mark.no_gpu  # a stray store on a GPU may harm the tests after it
 @pytest.mark.parametrize(("body", "feedback"), [line.split(" ->") for line in KERNEL_CALLS.strip().splitlines()])
 def test_kernels_are_launched_and_stay_inside(graded, body, feedback):
     calls = lambda draw: [Call("f", (torch.ones(4), torch.full((4,), -1.0)), outputs=1)]  # noqa: E731

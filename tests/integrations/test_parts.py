@@ -142,7 +142,7 @@ INTERPRETED = Place("cpu", torch.float16, 32, "triton", 0.05)
         pytest.param(IN_FLOAT64, 65535, [2, 1, 1, 2], id="by length"),
         pytest.param(IN_FLOAT64, 2, [1] * 6, id="more heads than a launch takes"),
         pytest.param(*PLACES[1].values, 65535, [2, 1, 1, 2], id="kernels", marks=pytest.mark.gpu),
-        pytest.param(INTERPRETED, 65535, [[12, 12, 7, 9, 5, 5]], id="several lengths", marks=pytest.mark.interpreter),
+        pytest.param(INTERPRETED, 65535, [[12, 12, 7, 9, 5, 5]], id="several lengths", marks=pytest.mark.no_gpu),
     ],
 )
 def test_packed_documents_have_the_bits_of_each_alone_forward_and_backward(place, heads, expected_calls, monkeypatch):

@@ -219,7 +219,7 @@ def alone(x: tl.constexpr):
     return x + 1
 
 
-@pytest.mark.interpreter
+@pytest.mark.no_gpu
 def test_the_interpreter_puts_triton_s_language_back():
     """A function that no program calls left it replaced: nothing could be compiled any more."""
     language = {(part, name): x for part in (tl, tl.core, tl.tensor) for name, x in vars(part).items()}

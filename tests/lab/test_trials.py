@@ -29,7 +29,7 @@ def attention(edits=()):
     return defined(text, f"<{hash(text)}>", {"__name__": "built"})["attention"]
 
 
-@pytest.mark.interpreter
+@pytest.mark.no_gpu
 @pytest.mark.parametrize("build", BUILDS)
 def test_right_kernels_pass_however_they_are_built(build):
     milestones = [x for x in trials.ATTENTION.milestones if x.name.startswith(("tiles", "causal"))]
@@ -63,7 +63,7 @@ def copy_kernel(x_ptr, y_ptr, first, last, N: tl.constexpr):
     tl.store(y_ptr + n, tl.load(x_ptr + first + n), mask=n < last)
 
 
-@pytest.mark.interpreter
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(
     ("first", "last", "layout", "outside"),
     [
@@ -104,7 +104,7 @@ def descriptor_kernel(x_ptr, y_ptr, count, N: tl.constexpr):
     tl.store(y_ptr + tl.arange(0, N), x.load([0, 0]).reshape(N))
 
 
-@pytest.mark.interpreter
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(
     ("kernel", "dtype", "end", "copied", "given"),
     [

@@ -189,7 +189,7 @@ def test_compiled_auto_says_once_what_it_takes_and_has_no_graph_break(inputs):
     assert all(torch.equal(output, reference(*tensors)) for output in outputs)
 
 
-@pytest.mark.interpreter
+@pytest.mark.no_gpu
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_two_threads_take_turns_in_tritons_interpreter(inputs):
     tensors = inputs(40, 40, 32, dtype=torch.float16)[:3]

@@ -12,7 +12,7 @@ SMALL = Grid(
 )
 
 
-@pytest.mark.interpreter
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("rows_of", "record"), [(sagebwd_rows, "accuracy_h200"), (sla2_rows, "accuracy_sla2_h200")])
 def test_the_kernels_are_compared_with_the_reference(rows_of, record):
     known = {tuple(row) for row in read_record(record).rows}

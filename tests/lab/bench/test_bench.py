@@ -24,7 +24,7 @@ import sage_ref
 OURS = "sage_kernels"
 SHAPE = Shape(1, 2, 1, 48, 32, True)
 DIRECTIONS = ("fwd", "bwd", "fwd+bwd")
-pytestmark = pytest.mark.interpreter  # on a GPU bench itself runs
+pytestmark = pytest.mark.no_gpu  # on a GPU bench itself runs
 
 
 class Cpu(Gpu):

@@ -69,7 +69,7 @@ def provider(name, providers=PEERS):
     return next(x for x in providers if x.name == name)
 
 
-@pytest.mark.interpreter
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("mask", "block_kv"), [("router", 64), ("random", 128)])
 @pytest.mark.parametrize("name", ["flex", "fa4"])
 def test_sparse_peers_see_the_mask_and_nothing_else(fa4_calls, mask, block_kv, name, monkeypatch):

@@ -92,7 +92,7 @@ def test_bad_input_is_one_line_that_names_it(spoilt, capsys, line):
     assert contents(spoilt) == before
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+@pytest.mark.no_gpu
 @pytest.mark.parametrize(("line", "status"), [("bench", FAILED), ("accuracy", FAILED)])
 def test_what_needs_a_gpu_says_so(capsys, line, status):
     found, last = status_of(line, capsys)

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
+import traceback
 from multiprocessing import util
 from pathlib import Path
 
@@ -48,4 +49,8 @@ def as_one_of(count, rank, port, output, target, arguments):
     os.environ |= {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1"}
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with output.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        target(*arguments)
+        try:
+            target(*arguments)
+        except Exception:
+            traceback.print_exc()
+            raise
