@@ -321,16 +321,21 @@ def gpt_table(record: Record) -> str:
 
 
 def scales_words(record: Record) -> str:
-    """Say how one scale per tile and "unbiased" change the error of SageBwd's gradient, by training with QK-norm."""
+    """Say how one scale per tile and "unbiased" change the error of SageBwd's gradient with QK-norm, by learning rate.
+
+    A rate has two GPTs at least.
+    """
     found = []
-    for training in (x for x in trainings(record) if x["qk_norm"]):
-        errors = [row["probes"][-1]["errors"] for row in record.select(**training)]
+    runs = record.select(qk_norm=True)
+    rates = [row["learning_rate"] for row in runs]
+    for rate in sorted({rate for rate in rates if rates.count(rate) > 1}):
+        errors = [row["probes"][-1]["errors"] for row in runs if row["learning_rate"] == rate]
         tiles = [x["printed"] / x["sagebwd"] for x in errors if "printed" in x]
         removed = [1 - x["unbiased"] / x["sagebwd"] for x in errors if "unbiased" in x]
         found.append(
-            f"at learning rate {training_cells(training)[0]} one scale per tile has {min(tiles):.1f} to "
-            f'{max(tiles):.1f} times the error of SageBwd\'s gradient ({len(tiles)} GPTs), and "unbiased" removes '
-            f"{min(removed):.0%} to {max(removed):.0%} of it ({len(removed)} GPTs)"
+            f"at learning rate {rate:g} one scale per tile has {min(tiles):.1f} to {max(tiles):.1f} times the error of "
+            f'SageBwd\'s gradient ({len(tiles)} GPTs), and "unbiased" removes {min(removed):.0%} to '
+            f"{max(removed):.0%} of it ({len(removed)} GPTs)"
         )
     return f"With QK-norm, at the end of training: {'; '.join(found)}."
 
