@@ -201,7 +201,8 @@ class ResumableTraining(ABC):
         # Into memory first: torch calls a file back from C++, and there Ctrl-C or a full disk may end the process.
         checkpoint_bytes = io.BytesIO()
         torch.save(state, checkpoint_bytes)
-        write_file(checkpoint, checkpoint_bytes.getbuffer())
+        with checkpoint_bytes.getbuffer() as content:  # released also where the disk is full
+            write_file(checkpoint, content)
 
     def load(self, checkpoint: Path) -> None:
         """Go on where `checkpoint` was saved. Raises ValueError if that was a run with other arguments."""
