@@ -192,19 +192,18 @@ def savable(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(x.clone() if x is not None and x.is_inference() else x for x in tensors)
 
 
-def check_count(name: str, value: int) -> None:
+def check_count(name: str, value: int, least: int = 1) -> None:
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-    if not 1 <= value <= LARGEST_COUNT:
-        raise ValueError(f"{name}: expected a number from 1 to {LARGEST_COUNT}, got {shown(value)}")
+    if not least <= value <= LARGEST_COUNT:
+        raise ValueError(f"{name}: expected a number from {least} to {LARGEST_COUNT}, got {shown(value)}")
 
 
 def check_least(name: str, value: int | None) -> None:
     """Check a number from which on something is done: None, 0 or more."""
-    if value is None or (type(value) is int and value == 0):
-        return
-    check_count(name, value)
+    if value is not None:
+        check_count(name, value, 0)
 
 
 def check_share(name: str, value: float) -> None:

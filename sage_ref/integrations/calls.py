@@ -11,7 +11,7 @@ from torch.backends import cuda
 from sage_ref.attention import softmax_scale
 from sage_ref.backend import WAYS_OUT, is_accelerator, sagebwd_kernels, warn_once, why_not_triton
 from sage_ref.checks import cast_for_autocast, check_choice, check_scale, checked_attention
-from sage_ref.integrations.parts import Parts, by_parts, can_be_read, is_captured, parts_of
+from sage_ref.integrations.parts import HIDDEN, Parts, by_parts, can_be_read, is_captured, parts_of
 from sage_ref.sagebwd.api import sagebwd_attention
 from sage_ref.sagebwd.settings import Options
 
@@ -104,7 +104,8 @@ def obstacle_of_mask(call: Call) -> str | None:
     if call.is_causal:
         return f"mask: expected None beside is_causal, {got}"
     if call.parts() is None:
-        return f"mask: expected None or padding, since SageBwd has no mask but the causal one, {got}"
+        expected = f"None or padding, packed documents or a prefix (one that is added hides by {HIDDEN:g} or less)"
+        return f"mask: expected {expected}, since SageBwd has no mask but the causal one, {got}"
     return None
 
 

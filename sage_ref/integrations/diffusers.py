@@ -47,6 +47,9 @@ def register(
     Then `model.set_attention_backend("sagebwd")`, for all models whose processors have backends. diffusers' registry is
     not public and its names are an enum: this extends both, as diffusers 0.42 has them.
 
+    diffusers makes the backend that was set last that of all models which have none of their own, in the whole process.
+    Give a model that has to stay exact, such as a teacher, `set_attention_backend("native")`.
+
     Args:
         name: A string in lower case.
         smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`.

@@ -136,7 +136,8 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
             were not measured, 0. 0: every call is computed in INT8.
         otherwise: What happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, a value with a
             different head size than the query's, on a GPU float32 or a head size above 128, ...). "exact": PyTorch
-            computes it, with one warning for each reason. "error": a ValueError.
+            computes it, with one warning for each reason. "error": a ValueError. With backend="triton" what the kernels
+            can't compute is an error always.
 
     Raises:
         TypeError, ValueError: An argument does not fit; the message names it.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sage_ref.checks import shown
+from sage_ref.checks import check_module, shown
 from sage_ref.integrations.calls import UNREADABLE, Call, Policy, by_sagebwd, not_installed, obstacle, refuse
 from sage_ref.integrations.parts import Part, Parts, can_be_read, parts_between, share_parts, visible
 from sage_ref.sagebwd.settings import Options
@@ -41,12 +41,14 @@ def register(
     """Make `name` an attention of transformers, for models that take attentions by name; again, to change options.
 
     Causal or not, grouped queries and `scaling` are as the model has them. Padding may be on either side, and several
-    documents may be packed into one sequence, with positions that start again or with cu_seq_lens_q and
-    cu_seq_lens_k. Each sequence or document is computed on its own tokens, together with others of the same length. In
-    a causal layer with fewer queries than keys (a chunk of a prompt, assisted decoding, logits_to_keep) the last query
-    sees all keys; that costs as much as if all tokens were new. generate() works with a dynamic or a static cache,
-    whose empty places are padding, too. On a GPU the mask that transformers makes of a batch is read once for all
-    layers; positions, lengths and a mask of your own are read in each layer, which waits for the GPU.
+    documents may be packed into one sequence, with positions that start again or with cu_seq_lens_q and cu_seq_lens_k.
+    (transformers' own "sdpa" reads such positions with use_cache=False alone, and otherwise lets each document see
+    those before it: compare with use_cache=False.) Each sequence or document is computed on its own tokens, together
+    with others of the same length. In a causal layer with fewer queries than keys (a chunk of a prompt, assisted
+    decoding, logits_to_keep) the last query sees all keys; that costs as much as if all tokens were new. generate()
+    works with a dynamic or a static cache, whose empty places are padding, too. On a GPU the mask that transformers
+    makes of a batch is read once for all layers; positions, lengths and a mask of your own are read in each layer,
+    which waits for the GPU.
 
     torch.compile can't read a mask or positions, and transformers makes a mask there of every attention_mask, for a
     decoder without a cache, and for every decoder with PyTorch 2.11: compile without an attention_mask, with
@@ -226,8 +228,10 @@ def check(model: nn.Module, name: str = "sagebwd") -> Layers:
     """Count the layers of a transformers model that take the attention `name`, and those that don't, with the reason.
 
     transformers gives an attention to layers that ask for it by its name. Some models (Falcon, Bloom, MPT, ...)
-    compute attention in classes of their own, and set_attn_implementation changes nothing there.
+    compute attention in classes of their own, and set_attn_implementation changes nothing there. Some of these (Falcon,
+    GPT-Neo, ...) end in transformers' KeyError where from_pretrained gets the name.
     """
+    check_module("model", model)
     layers = {module for module in model.modules() if "Attention" in type(module).__name__ or _asks_by_name(module)}
     reasons: Counter = Counter()
     for layer in layers:

@@ -308,3 +308,5 @@ def test_check_says_which_layers_take_it(llama):
     assert check(llama) == (2, {})
     llama.set_attn_implementation("sdpa")
     assert check(llama) == (0, {"LlamaAttention: the attention of its config is 'sdpa'": 2})
+    with pytest.raises(TypeError, match="^model: "):
+        check(3)

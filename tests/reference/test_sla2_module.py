@@ -244,6 +244,8 @@ def test_a_compiled_module_is_one_graph_with_the_same_numbers(kind):
     eager, ours = (torch.autograd.grad(f(*leaves).square().sum(), [*leaves, *trained]) for f in (model, compiled))
     for x, y in zip(ours, eager, strict=True):
         assert_close(x, y, atol=1e-6 if x.dtype == torch.float32 else 1e-11, rtol=1e-6)
+    shared = [leaves[0]] * 3
+    assert_close(compiled(*shared), model(*shared), atol=1e-13, rtol=0)
 
 
 @pytest.mark.gpu
