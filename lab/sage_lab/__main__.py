@@ -50,7 +50,7 @@ def read_options(arguments: list[str]) -> Arguments:
     for name, (module, description) in COMMANDS.items():
         group, _, last = name.rpartition(" ")
         if group not in groups:
-            of_group = groups[""].add_parser(group, help=f"see {group} --help")
+            of_group = groups[""].add_parser(group, help=f"train and fine-tune a {group} model: see {group} --help")
             groups[group] = of_group.add_subparsers(required=True, metavar="action")
         command = groups[group].add_parser(last, help=description, description=description)
         if arguments[: len(name.split())] == name.split():
