@@ -123,7 +123,7 @@ def reference_attention(
     `attention` has the same signature.
     """
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    if torch.compiler.is_compiling():  # one tensor in two places is one input there, which its function refuses
+    if torch.compiler.is_compiling():  # one tensor in two places is one input there, which autograd.Function refuses
         key, value = key.view_as(key), value.view_as(value)
     if not isinstance(chooser, Routing) and chooser.is_floating_point():
         with torch.autocast(query.device.type, enabled=False):

@@ -323,7 +323,7 @@ def gpt_table(record: Record) -> str:
 def scales_words(record: Record) -> str:
     """Say how one scale per tile and "unbiased" change the error of SageBwd's gradient with QK-norm, by learning rate.
 
-    A rate has two GPTs at least.
+    Rates that only one GPT has are left out: it decides nothing.
     """
     found = []
     runs = record.select(qk_norm=True)
