@@ -252,8 +252,9 @@ def bias_ratios(noise: Record, variant: str, tokens_per_step: int) -> list[float
 
 
 def hypothesis(runs: Record, noise: Record) -> str:
-    """Compare bias and noise in words: our kernels with our large batch, and the paper's scales with its batches."""
+    """Compare bias and noise in words: our kernels with two large batches, and the paper's scales with its batches."""
     batches = [("our kernels", "per row, nearest", "our", max(runs.provenance["plan"]["tokens_per_step"]))]
+    batches.append(("one scale per row", "per row, nearest", "the paper's", max(PAPER_LOSSES)))
     batches += [("one scale per tile", "per block, nearest", "the paper's", size) for size in PAPER_LOSSES]
     parts = []
     for what, variant, whose, size in batches:

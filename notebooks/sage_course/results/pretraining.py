@@ -317,27 +317,24 @@ def gpt_table(record: Record) -> str:
         "runs. "
         f"{record.caption[0].upper()}{record.caption[1:]}."
     )
-    return f"{tables}\n\n{described}\n\n{scales_words(record)}\n\n{gaps_table(record)}"
+    scales = f"With QK-norm, errors of the whole model's gradient at the end:\n\n{scales_table(record)}"
+    return f"{tables}\n\n{described}\n\n{scales}\n\n{gaps_table(record)}"
 
 
-def scales_words(record: Record) -> str:
-    """Say how one scale per tile and "unbiased" change the error of SageBwd's gradient with QK-norm, by learning rate.
+def scales_table(record: Record) -> str:
+    """Return a table of the gradient's error with one scale per tile and with "unbiased", over SageBwd's.
 
-    Rates that only one GPT has are left out: it decides nothing.
+    A line per training with QK-norm, at its end: the range over all GPTs whose weights were measured so.
     """
-    found = []
-    runs = record.select(qk_norm=True)
-    rates = [row["learning_rate"] for row in runs]
-    for rate in sorted({rate for rate in rates if rates.count(rate) > 1}):
-        errors = [row["probes"][-1]["errors"] for row in runs if row["learning_rate"] == rate]
-        tiles = [x["printed"] / x["sagebwd"] for x in errors if "printed" in x]
-        removed = [1 - x["unbiased"] / x["sagebwd"] for x in errors if "unbiased" in x]
-        found.append(
-            f"at learning rate {rate:g} one scale per tile has {min(tiles):.1f} to {max(tiles):.1f} times the error of "
-            f'SageBwd\'s gradient ({len(tiles)} GPTs), and "unbiased" removes {min(removed):.0%} to '
-            f"{max(removed):.0%} of it ({len(removed)} GPTs)"
-        )
-    return f"With QK-norm, at the end of training: {'; '.join(found)}."
+    lines = []
+    for training in trainings(record):
+        if training["qk_norm"]:
+            errors = [row["probes"][-1]["errors"] for row in record.select(**training)]
+            ratios = [[x[arm] / x["sagebwd"] for x in errors if arm in x] for arm in ("printed", "unbiased")]
+            spans = [f"{min(found):.2f} to {max(found):.2f} ({len(found)} GPTs)" for found in ratios]
+            lines.append((*training_cells(training), *spans))
+    header = ("learning rate", "tokens per batch", "context", "million tokens")
+    return markdown_table((*header, "one scale per tile, over SageBwd's", 'with "unbiased", over SageBwd\'s'), lines)
 
 
 class Compared(NamedTuple):
