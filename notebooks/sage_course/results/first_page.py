@@ -65,7 +65,7 @@ def training() -> list[tuple]:
         "SageBwd trains as well as exact attention with few tokens per batch": small,
         f"SageBwd ends {LARGEST_GAP:.1%} behind with many tokens per batch": large,
         "SageBwd falls behind once no noise hides the bias of its gradient": without_noise,
-        "SageBwd diverges without QK-norm": divergence,
+        "SageBwd diverges without QK-norm, with many tokens per batch": divergence,
         "SageBwd needs K-smoothing": smoothing,
         "SageBwd's errors grow in dS": fragile,
     }
