@@ -36,7 +36,8 @@ def replaced(path: Path) -> Iterator[Path]:
 def write_file(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file in one step, text in UTF-8."""
     with replaced(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        with temporary.open("wb") as file:  # `write_bytes` would keep a view of `content` where the disk is full
+            file.write(content.encode() if isinstance(content, str) else content)
 
 
 def remove_leftovers(path: Path) -> None:
