@@ -35,9 +35,9 @@ def replaced(path: Path) -> Iterator[Path]:
 
 def write_file(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file in one step, text in UTF-8."""
-    with replaced(path) as temporary:
-        with temporary.open("wb") as file:  # `write_bytes` would keep a view of `content` where the disk is full
-            file.write(content.encode() if isinstance(content, str) else content)
+    with replaced(path) as temporary, temporary.open("wb") as file:
+        # `write_bytes` would keep a view of `content` where the disk is full
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def remove_leftovers(path: Path) -> None:
