@@ -74,6 +74,7 @@ class QKNorm(nn.Module):
 
     forward(query [..., Nq, D], key [..., Nk, D]) returns the same two shapes and dtypes: float16, bfloat16, float32 or
     float64, with entries of any finite size, since squares don't overflow. A NaN or an infinity makes its token NaN.
+    Wrap, shard or offload it as a whole: it reads the gains of its two layers, and never calls these.
 
     Args:
         head_dim: D.

@@ -11,7 +11,7 @@ EMAModel(model.parameters(), model_cls=with_sla2(WanTransformer3DModel), model_c
 
 import copy
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
@@ -133,6 +133,7 @@ class SLA2Processor(nn.Module):
     """
 
     _parallel: object = None
+    self_attention = False  # whether anything else is an error
 
     def __init__(self, processor=None, attention: SLA2 | None = None):
         super().__init__()
@@ -142,6 +143,8 @@ class SLA2Processor(nn.Module):
     def set_inner(self, processor) -> None:
         """Take another processor's projections and positions; SLA2 stays."""
         self.processor = copy.copy(processor)  # several layers may share one
+        # diffusers looks here for the arguments that it may pass, and would leave out an image's rotary positions
+        self.__dict__["__call__"] = wraps(type(self.processor).__call__)(partial(nn.Module.__call__, self))
         if hasattr(self.processor, "_attention_backend"):
             names, _ = _dispatch()
             self.processor._attention_backend = names(NATIVE)
@@ -166,7 +169,7 @@ class SLA2Processor(nn.Module):
     def forward(self, layer: nn.Module, *inputs, **options):
         """Run as the processor of `layer`; the arguments are the other processor's."""
         reached: list[bool] = []
-        with _Sla2Mode(self.attention, reached):
+        with _Sla2Mode(self, reached):
             output = self.processor(layer, *inputs, **options)
         if not reached:
             name = type(self.processor).__name__
@@ -189,24 +192,27 @@ def _set_processor(layer: nn.Module, processor) -> None:
 
 
 class _Sla2Mode(SdpaMode):
-    """SDPA computed by this SLA2; `reached` gets an entry for each call."""
+    """SDPA computed by a processor's SLA2; `reached` gets an entry for each call."""
 
-    def __init__(self, attention: SLA2, reached: list[bool]):
+    def __init__(self, processor: SLA2Processor, reached: list[bool]):
         super().__init__()
-        self.attention = attention
+        self.processor = processor
         self.reached = reached
 
     def attend(self, call: Call) -> Tensor:
         keys, queries = call.key.shape[2], call.query.shape[2]
         if self.reached and keys != queries:  # of an image beside the tokens, as IP-Adapters have it
             raise ValueError(f"processor: expected one self-attention, got a second attention, of {keys} keys")
+        if self.processor.self_attention and keys != queries:
+            got = f"None, and a layer with {queries} queries and {keys} keys"
+            raise ValueError(f"names: expected the self-attentions of this model, got {got}")
         self.reached.append(True)
         found = {"mask": call.attn_mask, "dropout": call.dropout_p or None, "is_causal": call.is_causal or None}
         found["scale"] = None if call.scale in (None, call.query.shape[3] ** -0.5) else call.scale
         for name, value in found.items():
             if value is not None:
                 raise ValueError(f"{name}: expected none, since SLA2 has nothing of the kind, got {shown(value)}")
-        return self.attention(call.query, call.key, call.value)
+        return self.processor.attention(call.query, call.key, call.value)
 
 
 def install_sla2(
@@ -218,14 +224,17 @@ def install_sla2(
     Router and alpha become parameters of the model: in `model.parameters()`, and in `state_dict` under
     "....processor.attention". So load a state that has them after this, and make the optimiser after this, too. They
     start in stage 2 with alpha at 0.95; then call `initialize_alpha(model, ...)`, and `stage(model, 1)` to train them.
-    A second call on one model installs those that are not SLA2 yet. `model.config.sla2` keeps the options for
-    `with_sla2`; if a model already has it, it was saved with SLA2, and a warning says that this starts anew. A
-    processor that is set later computes projections and positions; SLA2 stays the layer's attention. Where diffusers'
-    enable_parallelism divides the tokens, before this or after, SLA2 exchanges heads for them (`sage_ref.parallel`).
+    A second call on one model installs those that are not SLA2 yet; the others keep their options. `model.config.sla2`
+    keeps the options for `with_sla2`; if a model already has it, it was saved with SLA2, and a warning says that this
+    starts anew. A processor that is set later computes projections and positions; SLA2 stays the layer's attention.
+    Where diffusers' enable_parallelism divides the tokens, before this or after, SLA2 exchanges heads for them
+    (`sage_ref.parallel`). Router and alpha are float32. FSDP2 wants one dtype: train a model in float32 with its
+    MixedPrecisionPolicy.
 
     Args:
         model: A model of diffusers itself: torch.compile, PEFT's and others' wrappers come after this.
-        names: Keys of `model.attn_processors`, or one; None means all that are no cross-attention.
+        names: Keys of `model.attn_processors`, or one; None means all that don't say that they are cross-attention. Of
+            these one that has more or fewer keys than queries is an error when it runs: name the others then.
         sparsity, block_q, block_kv, quantize, backward, query_blocks, backend: As in `sage_ref.SLA2`.
 
     Raises:
@@ -251,11 +260,15 @@ def install_sla2(
     if any(name in _saved_options(model) for name in chosen):
         warn_once("the model was saved with SLA2. install_sla2 gives it a new router; with_sla2 loads its own.", 1)
     _install(model, {name: (_made(layers[name], options, backend), options) for name in chosen})
+    for name in chosen:
+        layers[name].processor.self_attention = names is None
     return list(sla2_modules(model))
 
 
 def _made(layer: nn.Module, options: dict, backend: str) -> SLA2:
     """Return a new SLA2 for a layer, on its device."""
+    if not (hasattr(layer, "inner_dim") and hasattr(layer, "heads")):
+        raise ValueError(f"model: expected attention layers with inner_dim and heads, got {type(layer).__name__}")
     attention = SLA2(layer.inner_dim // layer.heads, layer.heads, **options, backend=backend)
     return attention.to(next(layer.parameters()).device)
 

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
 from types import FunctionType
@@ -88,6 +89,15 @@ class SdpaMode(TorchFunctionMode):
         return function(*arguments, **options)
 
 
+# Where code breaks the graph inside a context, torch.compile (2.11, 2.13) would compile `__torch_function__` by itself,
+# and then take one function's code for another: sin would give cos. So it is only compiled as a part of other code.
+with suppress(ImportError):  # PyTorch's own; tests/integrations/test_sdpa.py says whether it is still needed and there
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+    only_inlined = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+    set_code_exec_strategy(SdpaMode.__torch_function__.__code__, only_inlined)
+
+
 class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function that it replaces)
     """A context, `with sage_ref.sdpa():`, in which SageBwd computes the calls of `F.scaled_dot_product_attention`.
 
@@ -130,14 +140,15 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     Args:
         smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`. On a GPU "auto" computes
             what the kernels can, and never by the reference.
-        minimum_tokens: A call with fewer queries, or fewer keys, is computed exactly, by PyTorch. None: on a GPU, the
-            length from which on INT8, which saves memory, was measured to take at most 5% more time than PyTorch's
-            attention on such a card, and one warning says so; on a CPU, with backend="reference" and on cards that
-            were not measured, 0. 0: every call is computed in INT8.
+        minimum_tokens: A call with fewer queries, or fewer keys, is left to the context around this one, or to PyTorch,
+            which computes it exactly (a mask is read before). None: on a GPU, the length from which on INT8, which
+            saves memory, was measured to take at most 5% more time than PyTorch's attention on such a card, and one
+            warning says so; on a CPU, with backend="reference" and on cards that were not measured, 0. 0: every call is
+            computed in INT8.
         otherwise: What happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, a value with a
             different head size than the query's, on a GPU float32 or a head size above 128, ...). "exact": PyTorch
-            computes it, with one warning for each reason. "error": a ValueError. With backend="triton" what the kernels
-            can't compute is an error always.
+            computes it, with one warning for each reason. "error": a ValueError. With backend="triton" a dtype, head
+            size, device or option that the kernels don't have is an error always.
 
     Raises:
         TypeError, ValueError: An argument does not fit; the message names it.

@@ -4,6 +4,7 @@ Skipped where diffusers is missing.
 """
 
 import copy
+import inspect
 import pickle
 import tempfile
 from functools import partial
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention as attend
 
 from sage_ref import sagebwd_attention
 from sage_ref.integrations.diffusers import (
@@ -163,6 +165,8 @@ def test_sla2_takes_the_self_attention_and_with_all_blocks_it_is_exact(video):
     assert [name for name, kind in kinds.items() if kind is SLA2Processor] == [
         "blocks.0.attn1.processor", "blocks.1.attn1.processor",
     ]  # fmt: skip
+    # else many models of diffusers would leave them out
+    assert "rotary_emb" in inspect.signature(model.blocks[0].attn1.processor.__call__).parameters
     for module in sla2_modules(model):
         module.alpha_logit.data.fill_(30.0)
     ours, our_grad = output_and_gradients(model, video)
@@ -396,12 +400,11 @@ class Processor:
 
 def with_an_image(x):
     """Attend also to an image, as IP-Adapters do."""
-    attend = torch.nn.functional.scaled_dot_product_attention
     return attend(x, x, x) + attend(x, x[:, :, :4], x[:, :, :4])
 
 
 def with_options(**options):
-    return lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, **options)
+    return lambda x: attend(x, x, x, **options)
 
 
 UNKNOWN = {  # how a processor attends
@@ -414,6 +417,10 @@ UNKNOWN = {  # how a processor attends
     "dropout": (with_options(dropout_p=0.1), "dropout: expected none, "),
     "causal": (with_options(is_causal=True), "is_causal: expected none, "),
     "scale": (with_options(scale=1.0), "scale: expected none, "),
+    "to a text": (
+        lambda x: attend(x, x[:, :, :4], x[:, :, :4]),
+        "names: expected the self-attentions of this model, got None, and a layer with 192 queries and 4 keys$",
+    ),
 }
 
 

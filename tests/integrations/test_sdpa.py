@@ -362,6 +362,14 @@ def test_compiled_from_outside_and_inside_without_a_graph_break():
 
     assert torch.equal(torch.compile(inside, fullgraph=True, backend="eager")(x), ours)
 
+    @torch.compile(backend="eager")
+    def broken(x):
+        with sdpa(**REFERENCE):
+            torch._dynamo.graph_break()
+            return x.cos(), x.sin()
+
+    assert torch.equal(broken(x)[1], x.sin())  # and not the cosine again
+
 
 @COMPILED
 def test_multi_head_attention_stays_exact_under_compile_and_that_is_said():

@@ -66,9 +66,3 @@ def test_objects_turn_back_at_the_walls():
         [4, 31],
         [7, 29],
     ]
-
-
-def test_the_digits_are_scikit_learns():
-    digits = video_scenes.digit_images()
-    assert (digits.shape, digits.dtype) == ((1797, 8, 8), torch.float32)
-    assert (digits.min(), digits.max()) == (0, 1)
