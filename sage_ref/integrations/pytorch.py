@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from sage_ref.backend import pays_from, warn_once
 from sage_ref.checks import Fitting, check_least, kind_of
-from sage_ref.integrations.calls import SDPA, Call, Policy, by_sagebwd, obstacle, refuse
+from sage_ref.integrations.calls import SDPA, Call, Policy, by_sagebwd, obstacle, obstacle_of_mask, refuse
 from sage_ref.integrations.parts import is_captured
 from sage_ref.sagebwd.settings import Options
 
@@ -141,7 +141,7 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`. On a GPU "auto" computes
             what the kernels can, and never by the reference.
         minimum_tokens: A call with fewer queries, or fewer keys, is left to the context around this one, or to PyTorch,
-            which computes it exactly (a mask is read before). None: on a GPU, the length from which on INT8, which
+            which computes it exactly and reads no mask. None: on a GPU, the length from which on INT8, which
             saves memory, was measured to take at most 5% more time than PyTorch's attention on such a card, and one
             warning says so; on a CPU, with backend="reference" and on cards that were not measured, 0. 0: every call is
             computed in INT8.
@@ -192,7 +192,10 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
             sdpa.captured |= is_captured(call.query)
         kind = kind_of(call[:3], (*call[4:], *self.policy.options)) if call.attn_mask is None else None
         if not FITTING.get(kind):
-            if reason := obstacle(call, self.policy.options):
+            reason = obstacle(call._replace(attn_mask=None), self.policy.options)
+            if call.attn_mask is not None and not reason and not self._is_short(call):  # on a GPU to read it is to wait
+                reason = obstacle_of_mask(call)
+            if reason:
                 refuse(reason, self.policy.otherwise, depth=3)
                 return call.exactly()
             FITTING.add(kind, True)

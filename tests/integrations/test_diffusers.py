@@ -161,9 +161,8 @@ def test_sla2_takes_the_self_attention_and_with_all_blocks_it_is_exact(video):
     model = wan()
     exact, exact_grad = output_and_gradients(model, video)
     assert len(install_sla2(model, sparsity=0.0, quantize=False, **BLOCKS)) == 2
-    kinds = {name: type(processor) for name, processor in model.attn_processors.items()}
-    assert [name for name, kind in kinds.items() if kind is SLA2Processor] == [
-        "blocks.0.attn1.processor", "blocks.1.attn1.processor",
+    assert [name for name, x in model.attn_processors.items() if type(x) is SLA2Processor] == [
+        "blocks.0.attn1.processor", "blocks.1.attn1.processor"
     ]  # fmt: skip
     # else many models of diffusers would leave them out
     assert "rotary_emb" in inspect.signature(model.blocks[0].attn1.processor.__call__).parameters

@@ -76,6 +76,8 @@ def test_calls_of_fewer_tokens_than_asked_for_stay_exact(qkv):
         with sdpa(minimum_tokens=least, **REFERENCE) as routed:
             found = [with_gradients(F.scaled_dot_product_attention, tensors) for tensors in (short, qkv)]
             F.scaled_dot_product_attention(qkv[0][:, :, :1], *qkv[1:])  # one query is few, however many keys there are
+            if least:
+                F.scaled_dot_product_attention(*short, torch.eye(100) < 1)  # nobody is told of a mask that is not read
         assert routed.taken == taken + (not least)
         assert all_equal(found[0], exact[0]) is bool(least)
         assert all_equal(found[1], exact[1]) is (taken == 0)
