@@ -133,7 +133,7 @@ class SLA2Processor(nn.Module):
     """
 
     _parallel: object = None
-    self_attention = False  # whether anything else is an error
+    self_attention = False  # whether `install_sla2` took it for one: then attention to other tokens is an error
 
     def __init__(self, processor=None, attention: SLA2 | None = None):
         super().__init__()
@@ -233,8 +233,8 @@ def install_sla2(
 
     Args:
         model: A model of diffusers itself: torch.compile, PEFT's and others' wrappers come after this.
-        names: Keys of `model.attn_processors`, or one; None means all that don't say that they are cross-attention. Of
-            these one that has more or fewer keys than queries is an error when it runs: name the others then.
+        names: Keys of `model.attn_processors`, or one; None means all that don't say that they are cross-attention. If
+            one of these attends to more or fewer keys than it has queries, it is an error when it runs: give the names.
         sparsity, block_q, block_kv, quantize, backward, query_blocks, backend: As in `sage_ref.SLA2`.
 
     Raises:

@@ -91,7 +91,7 @@ class SdpaMode(TorchFunctionMode):
 
 # Where code breaks the graph inside a context, torch.compile (2.11, 2.13) would compile `__torch_function__` by itself,
 # and then take one function's code for another: sin would give cos. So it is only compiled as a part of other code.
-with suppress(ImportError):  # PyTorch's own; tests/integrations/test_sdpa.py says whether it is still needed and there
+with suppress(ImportError):  # these names are private: if they go, a test of compiled code says whether the fault went
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
     only_inlined = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
@@ -107,10 +107,10 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
     Masks: a mask is taken if it is padding, before or after the tokens of each sequence, with causality or without, or
     if it leaves parts of each sequence: packed documents, a prefix, the last queries of a causal sequence. Each part is
     then computed on its own tokens, together with others of the same length. A query that sees no key gets zeros; so
-    does one in the padding of a causal mask. On a GPU each call with a mask waits and reads it, but for
-    torch.nn.attention.bias, whose two causal biases need no reading. torch.compile, torch.jit.trace, torch.func,
-    torch.vmap and the capture of a CUDA graph can't read a mask: there SageBwd can't compute a call with one. In a CUDA
-    graph PyTorch then computes it without cuDNN, whose first call can't be captured.
+    does one in the padding of a causal mask. On a GPU each call with a mask waits and reads it, but for short ones
+    (minimum_tokens) and torch.nn.attention.bias, whose two causal biases need no reading. torch.compile,
+    torch.jit.trace, torch.func, torch.vmap and the capture of a CUDA graph can't read a mask: there SageBwd can't
+    compute a call with one. In a CUDA graph PyTorch then computes it without cuDNN, whose first call can't be captured.
 
     Strides of the output are those that SDPA's fused kernels give it: they follow the strides of query.
 
@@ -141,9 +141,9 @@ class sdpa(SdpaMode):  # noqa: N801 (a context manager, named for the function t
         smooth_k, smooth_q, granularity, unbiased, backend: As in `sage_ref.sagebwd_attention`. On a GPU "auto" computes
             what the kernels can, and never by the reference.
         minimum_tokens: A call with fewer queries, or fewer keys, is left to the context around this one, or to PyTorch,
-            which computes it exactly and reads no mask. None: on a GPU, the length from which on INT8, which
-            saves memory, was measured to take at most 5% more time than PyTorch's attention on such a card, and one
-            warning says so; on a CPU, with backend="reference" and on cards that were not measured, 0. 0: every call is
+            which computes it exactly; its mask is not read. None: on a GPU, the length from which on INT8, which saves
+            memory, was measured to take at most 5% more time than PyTorch's attention on such a card, and one warning
+            says so; on a CPU, with backend="reference" and on cards that were not measured, 0. 0: every call is
             computed in INT8.
         otherwise: What happens to a call that SageBwd can't compute (a mask that isn't padding, dropout, a value with a
             different head size than the query's, on a GPU float32 or a head size above 128, ...). "exact": PyTorch
