@@ -13,8 +13,8 @@ from sage_course.results.pretraining import (
     agreed,
     gaps_table,
     gradient_is_lost,
+    highest_rate,
     judged,
-    main_runs,
     paired_differences,
     paired_gaps,
     pretrain_runs,
@@ -23,7 +23,7 @@ from sage_course.results.pretraining import (
 from sage_lab.records import Record, read_record
 
 RUNS, CAPTURES = read_record("pretrain_h200"), read_record("table2_captures")
-GPTS = main_runs(read_record("pretrain_gpt_h200"))
+GPTS = highest_rate(read_record("pretrain_gpt_h200"))
 LARGE = max(RUNS.provenance["plan"]["tokens_per_step"])
 K_SMOOTHED = "SageBwd, K smoothed"
 

@@ -12,8 +12,8 @@ from sage_course.results.pretraining import (
     LARGEST_GAP,
     PAPER_LOSSES,
     compared,
+    highest_rate,
     judged,
-    main_runs,
     mean_interval,
     of_layers,
     pretrain_runs,
@@ -130,7 +130,7 @@ def broken_gradient_figure(record: Record, *, title: str) -> Figure:
     record: rows of `python -m sage_lab pretrain --model gpt`, of which those of SageBwd and seed 0 are drawn.
     """
     figure, (scores, errors) = panels(2, width=4.8, height=3.6, title=title)
-    for row in main_runs(record).select(arm="sagebwd", seed=0):
+    for row in highest_rate(record).select(arm="sagebwd", seed=0):
         style = {"color": BLUE if row["qk_norm"] else RED, "label": "QK-norm" if row["qk_norm"] else "no QK-norm"}
         millions = [probe["step"] * row["tokens_per_step"] / 1e6 for probe in row["probes"]]
         scores.plot(millions, [max(probe["largest_score"]) for probe in row["probes"]], "o-", **style)

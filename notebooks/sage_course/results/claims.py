@@ -9,7 +9,7 @@ The paper says "tokens per step" for the size of a batch; here it is "tokens per
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from sage_lab.records import Record, Row
@@ -17,13 +17,13 @@ from sage_lab.records import Record, Row
 from sage_course.results.pretraining import (
     LARGEST_GAP,
     PAPER_LOSSES,
+    Compared,
     Interval,
     agreed,
     bias_to_noise,
     compared,
     final_losses,
     judged,
-    main_runs,
     mean_interval,
     noise_checkpoints,
     noise_of,
@@ -185,60 +185,60 @@ def gpt_claims(record: Record) -> list[Claim]:
 
     "As well as" asks every training with QK-norm, a small batch and several seeds. It is supported if SageBwd is level
     or ahead in all of them, and in part if it is in some. It is contradicted if SageBwd is behind in all of them, and
-    cannot be decided otherwise. The claim that it diverges, and the numbers on K-smoothing, are of the training with
-    most runs. "Diverges" is supported in part if one of the runs does and its pair does not. K-smoothing is needed, or
-    not, if all trainings agree.
+    cannot be decided otherwise. "Diverges" is supported in part if a run without QK-norm does and its pair does not.
+    K-smoothing is needed, or not, if all trainings agree.
     """
-    main, everywhere = main_runs(record), [x for x in compared(record) if (x.arm, x.baseline) == ("sagebwd", "exact")]
-    gaps = {norm: paired_gaps(main, "sagebwd", qk_norm=norm) for norm in (True, False)}
-    with_norm = [x for x in everywhere if x.training["qk_norm"]]
+    pairs = ("sagebwd", "exact"), ("unsmoothed", "sagebwd")
+    everywhere, smoothed = ([x for x in compared(record) if (x.arm, x.baseline) == pair] for pair in pairs)
+    with_norm, without = ([x for x in everywhere if x.training["qk_norm"] == norm] for norm in (True, False))
     few, many = ([x for x in with_norm if (x.training["tokens_per_step"] > min(PAPER_LOSSES)) == y] for y in (0, 1))
-    several = [x for x in few if len(x.gaps) > 1]
-    found = {judged(x.gaps) for x in several}
+    found = {judged(x.gaps) for x in few if len(x.gaps) > 1}
     good = found & {"level", "ahead"}
     as_well = CONTRADICTED if found == {"behind"} else UNDECIDED
     if good:
         as_well = SUPPORTED if good == found else PARTLY
-    words = [f"at {training_cells(x.training)[0]} loss {words_of(x.gaps)}, {judged(x.gaps)}, {off(record, x.training)}"
-             for x in several]  # fmt: skip
+    words = by_rate(few, lambda x: f"loss {words_of(x.gaps)}, {judged(x.gaps)}, {off(record, x.training)}")
     large = {WHERE_BEHIND[judged(x.gaps)] for x in many}
-    lost = gaps[False].count(math.inf)
-    without = [f"{words_of(paired_gaps(main, 'unsmoothed', 'sagebwd', qk_norm=norm))} with{end}"
-               for norm, end in ((False, "out QK-norm"), (True, " it"))]  # fmt: skip
+    gaps = [gap for x in without for gap in x.gaps]
+    gradients = by_rate(without, lambda x: off(record, x.training))
+    losses = by_rate(smoothed, lambda x: f"{'with' if x.training['qk_norm'] else 'without'} QK-norm {words_of(x.gaps)}")
     return [
-        Claim(
-            SMALL_BATCH,
-            f"with QK-norm, by learning rate: {'; '.join(words)}",
-            as_well,
-        ),
+        Claim(SMALL_BATCH, f"with QK-norm, by learning rate: {words}", as_well),
         Claim(
             LARGE_BATCH,
-            "; ".join(f"{training_words(x.training)}: loss {words_of(x.gaps)}, {judged(x.gaps)}" for x in many)
-            or f"no batch of more than {max(x.training['tokens_per_step'] for x in few):,} tokens",
-            UNTESTED if not large else large.pop() if len(large) == 1 else UNDECIDED,
+            "; ".join(f"{training_words(x.training)}: loss {words_of(x.gaps)}, {judged(x.gaps)}" for x in many),
+            large.pop() if len(large) == 1 else UNDECIDED if large else UNTESTED,
         ),
         Claim(
             WITHOUT_NORM,
-            f"{lost} of {len(gaps[False])} runs diverged; {off(main, {'qk_norm': False}, '.0%')}",
-            PARTLY if lost else UNTESTED,
+            f"{gaps.count(math.inf)} of {len(gaps)} runs diverged; by learning rate: {gradients}",
+            PARTLY if math.inf in gaps else UNTESTED,
         ),
         Claim(
-            SMOOTHING, f"loss without it {', '.join(without)}", WHERE_BEHIND[agreed(record, "unsmoothed", "sagebwd")]
+            SMOOTHING,
+            f"loss without it, by learning rate: {losses}",
+            WHERE_BEHIND[agreed(record, "unsmoothed", "sagebwd")],
         ),
     ]
 
 
-def off(record: Record, training: Row, form: str = ".1%") -> str:
+def by_rate(found: Iterable[Compared], words: Callable[[Compared], str]) -> str:
+    """Say something of each training with several seeds."""
+    return "; ".join(f"at {training_cells(x.training)[0]} {words(x)}" for x in found if len(x.gaps) > 1)
+
+
+def off(record: Record, training: Row) -> str:
     """Say how far off gradients are at the end, SageBwd's and exact attention's, on weights that SageBwd trained."""
     errors = [row["probes"][-1]["errors"] for row in record.select(arm="sagebwd", **training)]
-    ends = [f"{end(x[arm] for x in errors):{form}}" for arm in ("sagebwd", "exact") for end in (min, max)]
+    ends = [f"{end(x[arm] for x in errors):.1%}" for arm in ("sagebwd", "exact") for end in (min, max)]
     return "gradients {} to {} off, exact attention's in 16 bit {} to {}".format(*ends)
 
 
 def gpts_of(record: Record) -> str:
     """Say which GPTs the numbers of `gpt_claims` are of."""
-    main = main_runs(record)
-    return f"GPTs of {main.rows[0]['parameters'] / 1e6:.0f} million parameters, {training_words(main.rows[0])}"
+    row = record.rows[0]
+    size = f"{row['parameters'] / 1e6:.0f} million parameters, {row['tokens_per_step']:,} tokens per batch"
+    return f"GPTs of {size}, context {row['context']:,}, {row['tokens'] / 1e6:.0f} million tokens"
 
 
 def bias_ratios(noise: Record, variant: str, tokens_per_step: int) -> list[float]:

@@ -6,7 +6,7 @@ The records are those of `pretrain`, of `noise`, and of the archived `pretrain-g
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import geometric_mean, mean, mode, stdev
+from statistics import geometric_mean, mean, stdev
 from typing import NamedTuple
 
 from sage_lab.records import Record, Row, markdown_table
@@ -68,13 +68,9 @@ def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool
     rows = record.select(
         attention=attention, smoothing=smoothing, qk_norm=qk_norm, tokens_per_step=tokens_per_step, learning_rate=rate
     )  # fmt: skip
-    rows = [row for row in rows if default_granularity(row["granularity"]) == default_granularity(granularity)]
+    usual = SageBwdSettings.granularity  # old records have None for it
+    rows = [row for row in rows if (row["granularity"] or usual) == (granularity or usual)]
     return {row["seed"]: row for row in sorted(rows, key=lambda row: row["seed"])}
-
-
-def default_granularity(granularity: str | None) -> str:
-    """Return the granularity of a run: old records have None where the kernels used their own, now the default."""
-    return granularity or SageBwdSettings.granularity
 
 
 def final_losses(runs: Mapping[int, Row]) -> dict[int, float]:
@@ -245,11 +241,9 @@ def training_words(training: Row) -> str:
     return "learning rate {}, {} tokens per batch, context {}, {} million tokens".format(*training_cells(training))
 
 
-def main_runs(record: Record) -> Record:
-    """Return the runs of the training that has most of them, with QK-norm and without."""
-    names = TRAINING[1:]
-    chosen = mode(tuple(row[name] for name in names) for row in record.rows)
-    return record._replace(rows=record.select(**dict(zip(names, chosen, strict=True))))
+def highest_rate(record: Record) -> Record:
+    """Return the runs with the highest learning rate, at which gradients break without QK-norm."""
+    return record._replace(rows=record.select(learning_rate=max(row["learning_rate"] for row in record.rows)))
 
 
 def agreed(record: Record, arm: str, baseline: str = "exact", **chosen: bool | float) -> str:
@@ -277,7 +271,7 @@ def gradient_is_lost(row: Row, arm: str) -> bool:
 
 def last_probes(record: Record) -> dict[str, Row]:
     """Return "QK-norm" and "no QK-norm" -> the last probe of the GPT that was trained with SageBwd from seed 0."""
-    rows = main_runs(record).select(arm="sagebwd", seed=0)
+    rows = highest_rate(record).select(arm="sagebwd", seed=0)
     return {("QK-norm" if row["qk_norm"] else "no QK-norm"): row["probes"][-1] for row in rows}
 
 
@@ -287,7 +281,7 @@ def of_layers(record: Record, arm: str) -> dict[str, list[tuple[float, float]]]:
     The error is that of one layer's attention alone: what enters it is exact.
     """
     found: dict[str, list[tuple[float, float]]] = {}
-    for row in main_runs(record).select(arm="sagebwd", seed=0):
+    for row in highest_rate(record).select(arm="sagebwd", seed=0):
         for probe in row["probes"][1:]:
             points = zip(probe["largest_score"], probe["attention"][arm]["dQ"], strict=True)
             found.setdefault("QK-norm" if row["qk_norm"] else "no QK-norm", []).extend(points)
