@@ -186,10 +186,10 @@ def gpt_claims(record: Record) -> list[Claim]:
     "As well as" asks every training with QK-norm, a small batch and several seeds. It is supported if SageBwd is level
     or ahead in all of them, and in part if it is in some. It is contradicted if SageBwd is behind in all of them, and
     cannot be decided otherwise. "Diverges" is supported in part if a run without QK-norm does and its pair does not.
-    K-smoothing is needed, or not, if all trainings agree.
+    K-smoothing is needed, or not, if all trainings with several seeds agree.
     """
-    pairs = ("sagebwd", "exact"), ("unsmoothed", "sagebwd")
-    everywhere, smoothed = ([x for x in compared(record) if (x.arm, x.baseline) == pair] for pair in pairs)
+    everywhere, smoothed = ([x for x in compared(record) if (x.arm, x.baseline) == pair]
+                            for pair in (("sagebwd", "exact"), ("unsmoothed", "sagebwd")))  # fmt: skip
     with_norm, without = ([x for x in everywhere if x.training["qk_norm"] == norm] for norm in (True, False))
     few, many = ([x for x in with_norm if (x.training["tokens_per_step"] > min(PAPER_LOSSES)) == y] for y in (0, 1))
     found = {judged(x.gaps) for x in few if len(x.gaps) > 1}
@@ -211,7 +211,7 @@ def gpt_claims(record: Record) -> list[Claim]:
         ),
         Claim(
             WITHOUT_NORM,
-            f"{gaps.count(math.inf)} of {len(gaps)} runs diverged; by learning rate: {gradients}",
+            f"{gaps.count(math.inf)} of {len(gaps)} runs diverged; with several seeds, by learning rate: {gradients}",
             PARTLY if math.inf in gaps else UNTESTED,
         ),
         Claim(

@@ -247,16 +247,15 @@ def highest_rate(record: Record) -> Record:
 
 
 def agreed(record: Record, arm: str, baseline: str = "exact", **chosen: bool | float) -> str:
-    """Return the verdict that all trainings share, of those that have the values `chosen`; else "undecided".
+    """Return the verdict that all trainings share that have several seeds and the values `chosen`; else "undecided".
 
     One interval in 40 is above zero by chance, and a record has a dozen. So one training alone decides nothing, and all
-    of them have to say the same. ("ahead" and "level" both say that the paper's gap is not there: together "level".)
+    of them have to say the same. ("ahead" counts as "level": both say that the paper's gap is not there.)
     """
-    asked = [training for training in trainings(record) if chosen.items() <= training.items()]
-    verdicts = {judged(paired_gaps(record, arm, baseline, **training)) for training in asked}
-    if len(asked) > 1 and len(verdicts) == 1:
-        return verdicts.pop()
-    return "level" if len(asked) > 1 and verdicts == {"ahead", "level"} else "undecided"
+    record = record._replace(rows=record.select(**chosen))
+    found = [paired_gaps(record, arm, baseline, **training) for training in trainings(record)]
+    verdicts = [judged(gaps).replace("ahead", "level") for gaps in found if len(gaps) > 1]
+    return verdicts[0] if len(verdicts) > 1 and len({*verdicts}) == 1 else "undecided"
 
 
 def gradient_is_lost(row: Row, arm: str) -> bool:
@@ -308,8 +307,7 @@ def gpt_table(record: Record) -> str:
         "column on: |g - exact| / |exact| at the end, of the whole model's gradient on 4,096 held-out tokens, then of "
         "dQ in the worst layer by itself, and last between SageBwd's kernels and its PyTorch reference. What is empty "
         'had been measured without K-smoothing by mistake, and was removed; "unbiased" was not measured in the older '
-        "runs. "
-        f"{record.caption[0].upper()}{record.caption[1:]}."
+        f"runs. {record.caption[0].upper()}{record.caption[1:]}."
     )
     scales = f"With QK-norm, errors of the whole model's gradient at the end:\n\n{scales_table(record)}"
     return f"{tables}\n\n{described}\n\n{scales}\n\n{gaps_table(record)}"
