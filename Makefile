@@ -39,9 +39,10 @@ compiled:
 	@$(OWN_TMPDIR) log=$$(nice $(BIN)/python -m sage_lab compile --workers $(WORKERS) 2>&1) \
 		&& echo "$$log" | tail -n 1 || { echo "$$log"; exit 1; }
 
-# In the order of the folders: tests/browser, where a few tests take long, begins, and small modules end.
+# In the order of the folders: tests/browser, where a few tests take long, begins, and small modules end. One worker more
+# than there are cores, since a fifth of the time tests wait: for a browser, or for a limit of time.
 tests:
-	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:nbval -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/pytest -p no:nbval -n $$(($(WORKERS) + 1)) --dist loadscope --no-loadscope-reorder
 
 # Backwards, since the notebooks that take longest are late ones: at the end there is little to wait for.
 executed: tests
