@@ -188,8 +188,8 @@ def gpt_claims(record: Record) -> list[Claim]:
     cannot be decided otherwise. "Diverges" is supported in part if a run without QK-norm does and its pair does not.
     K-smoothing is needed, or not, if all trainings with several seeds agree.
     """
-    everywhere, smoothed = ([x for x in compared(record) if (x.arm, x.baseline) == pair]
-                            for pair in (("sagebwd", "exact"), ("unsmoothed", "sagebwd")))  # fmt: skip
+    pairs = ("sagebwd", "exact"), ("unsmoothed", "sagebwd")
+    everywhere, smoothed = ([x for x in compared(record) if (x.arm, x.baseline) == pair] for pair in pairs)
     with_norm, without = ([x for x in everywhere if x.training["qk_norm"] == norm] for norm in (True, False))
     few, many = ([x for x in with_norm if (x.training["tokens_per_step"] > min(PAPER_LOSSES)) == y] for y in (0, 1))
     found = {judged(x.gaps) for x in few if len(x.gaps) > 1}

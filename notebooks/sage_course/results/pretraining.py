@@ -12,8 +12,6 @@ from typing import NamedTuple
 from sage_lab.records import Record, Row, markdown_table
 from scipy.special import stdtrit  # the inverse of Student's distribution
 
-from sage_ref.sagebwd.settings import SageBwdSettings
-
 # Figure 1 of the SageBwd paper: tokens per batch -> final loss of its 325M model with QK-norm, nats per GPT-2 token.
 PAPER_LOSSES = {2**18: {"exact": 2.563, "sagebwd": 2.561}, 2**21: {"exact": 2.586, "sagebwd": 2.640}}
 # The kinds of runs of the archived `pretrain-grid`: attention, smoothing, granularity.
@@ -68,8 +66,8 @@ def pretrain_runs(record: Record, kind: str, tokens_per_step: int, qk_norm: bool
     rows = record.select(
         attention=attention, smoothing=smoothing, qk_norm=qk_norm, tokens_per_step=tokens_per_step, learning_rate=rate
     )  # fmt: skip
-    usual = SageBwdSettings.granularity  # old records have None for it
-    rows = [row for row in rows if (row["granularity"] or usual) == (granularity or usual)]
+    # A scale per tile, or not: old records have None where there is one per row.
+    rows = [row for row in rows if (row["granularity"] == "block") == (granularity == "block")]
     return {row["seed"]: row for row in sorted(rows, key=lambda row: row["seed"])}
 
 
@@ -255,7 +253,7 @@ def agreed(record: Record, arm: str, baseline: str = "exact", **chosen: bool | f
     record = record._replace(rows=record.select(**chosen))
     found = [paired_gaps(record, arm, baseline, **training) for training in trainings(record)]
     verdicts = [judged(gaps).replace("ahead", "level") for gaps in found if len(gaps) > 1]
-    return verdicts[0] if len(verdicts) > 1 and len({*verdicts}) == 1 else "undecided"
+    return verdicts[0] if len(verdicts) > 1 and len(set(verdicts)) == 1 else "undecided"
 
 
 def gradient_is_lost(row: Row, arm: str) -> bool:
